@@ -1,0 +1,3 @@
+"""See docs/spec.md."""
+
+__all__: list[str] = []

@@ -1,0 +1,87 @@
+"""Names of dtypes, and the refusals that several checks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+Values = Callable[[Any], "np.ndarray | None"]
+
+
+def dtype_name(x: Any) -> str:
+    """ "float32" for numpy.float32, torch.float32 and jax.numpy.float32 alike."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def came(x: Any) -> str:
+    """What came, for an error sentence: dtype and shape of an array, else the type and value."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{dtype_name(x)} {tuple(x.shape)}"
+    text = repr(x)
+    return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def require_array(name: str, x: Any) -> None:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{name} must be an array; got {came(x)}")
+
+
+def require_float(name: str, x: Any) -> None:
+    """Refuse what is no array of float16, bfloat16, float32 or float64."""
+    require_array(name, x)
+    if dtype_name(x) not in FLOATS:
+        raise TypeError(f"{name} must be one of {', '.join(FLOATS)}; got {came(x)}")
+
+
+def is_integer(x: Any) -> bool:
+    name = dtype_name(x)
+    return name.startswith(("int", "uint"))
+
+
+def require_integer(name: str, x: Any) -> None:
+    """Refuse what is no array of integers (booleans are none)."""
+    require_array(name, x)
+    if not is_integer(x):
+        raise TypeError(f"{name} must hold integers; got {came(x)}")
+
+
+def require_shape(name: str, x: Any, shape: Sequence[int], meaning: str) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)} {meaning}; got {tuple(x.shape)}")
+
+
+def require_number(name: str, x: Any, expected: str) -> float:
+    """A finite Python or NumPy real number that is no bool."""
+    if isinstance(x, bool | np.bool_) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be {expected}; got {came(x)}")
+    if not math.isfinite(x):
+        raise ValueError(f"{name} must be {expected}; got {x!r}")
+    return float(x)
+
+
+def require_int(name: str, x: Any, least: int | None = None) -> int:
+    """A Python or NumPy integer that is no bool, at least `least`."""
+    expected = "an integer" + ("" if least is None else f" of at least {least}")
+    if isinstance(x, bool | np.bool_) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be {expected}; got {came(x)}")
+    if least is not None and x < least:
+        raise ValueError(f"{name} must be {expected}; got {int(x)}")
+    return int(x)
+
+
+def require_choice(name: str, x: Any, choices: Sequence[str]) -> None:
+    if x not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {x!r}")
+
+
+def require_axis(name: str, x: Any, axis: Any) -> None:
+    """Refuse an axis that `x` does not have."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"axis must be an integer; got {came(axis)}")
+    rank = len(x.shape)
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis must be from {-rank} to {rank - 1} for {name} of shape {tuple(x.shape)}; got {axis}")
