@@ -218,8 +218,8 @@ def _check_offset(q_offset: Any, restricts: bool, T: int, S: int, batch: tuple[i
     if q_offset is None:
         if restricts and T != S:
             raise ValueError(
-                f"q_offset must be given with causal or window where T != S (T={T}, S={S}): q_offset=0 is the "
-                f"top-left one of torch and JAX, q_offset={S - T} the bottom-right one of FlashAttention and cached decoding"
+                f"q_offset must be given with causal or window where T != S (T={T}, S={S}): q_offset=0 is the top-left "
+                f"reading of torch and JAX, q_offset={S - T} the bottom-right one of FlashAttention and of decoding"
             )
         return 0
     if isinstance(q_offset, bool):
