@@ -1,0 +1,32 @@
+# Both commands need Python 3.11 or newer and nothing else: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS ?= all,dev
+
+.PHONY: install test slow demo lint clean
+
+# The stamp is written last, so that an install that was interrupted starts again.
+$(VENV)/installed-$(EXTRAS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	touch "$@"
+
+install: $(VENV)/installed-$(EXTRAS)
+
+test: install
+	$(BIN)/python -m pytest
+
+slow: install
+	$(BIN)/python -m pytest -m slow
+
+demo: install
+	$(BIN)/python -m conformance demo
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) demo build dist
