@@ -1,0 +1,295 @@
+"""Checkpoint folders that each of the three backends writes and reads.
+
+    FOLDER/step-00000020/model.safetensors        parameters, canonical names; the model's config in its metadata
+                         optimizer.safetensors    <slot>/<name>: moment1/blocks.0..., moment2/..., ema/...
+                         checkpoint.json          schema, step, configs, extra, digests of all of it
+
+A checkpoint appears by one rename of a finished directory, so half a checkpoint never has the name of one. The
+digests cover every byte: the files' SHA-256, each tensor's, and one over checkpoint.json itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .checks.common import require_int
+from .config import ModelConfig, TrainConfig
+from .tensor_file import encode_tensors, flush_directory, read_tensors, temporary_name
+
+SCHEMA = 1
+MANIFEST, MODEL, OPTIMIZER = "checkpoint.json", "model.safetensors", "optimizer.safetensors"
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.[0-9a-f]+\.tmp")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `read_checkpoint` gives. `state` maps slot -> parameter name -> array; `extra` is what was stored."""
+
+    path: Path
+    step: int
+    params: dict[str, np.ndarray]
+    state: dict[str, dict[str, np.ndarray]]
+    config: ModelConfig
+    train_config: TrainConfig
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def write_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    step: int,
+    params: Mapping[str, np.ndarray],
+    state: Mapping[str, Mapping[str, np.ndarray]],
+    config: ModelConfig,
+    train_config: TrainConfig,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = 3,
+) -> Path:
+    """Write `folder/step-<step>` whole or not at all; gives its path. The last `keep` are kept (None: all).
+
+    `step` counts finished updates. `state` holds the optimiser's slots by name; `extra` is anything that JSON can say:
+    data position, loss scale, keys, backend and versions. An OSError names the path and leaves older checkpoints.
+    """
+    step = require_int("step", step, 0)
+    if keep is not None:
+        keep = require_int("keep", keep, 1)
+    if not isinstance(config, ModelConfig) or not isinstance(train_config, TrainConfig):
+        raise TypeError(
+            "config must be a ModelConfig and train_config a TrainConfig; "
+            f"got {type(config).__name__} and {type(train_config).__name__}"
+        )
+    flat = _flatten_state(state)
+    files = {
+        MODEL: encode_tensors("params", params, {"config": json.dumps(config.to_dict(), sort_keys=True)}),
+        OPTIMIZER: encode_tensors("state", flat),
+    }
+    document = {
+        "schema": SCHEMA,
+        "step": step,
+        "config": config.to_dict(),
+        "train_config": train_config.to_dict(),
+        "extra": dict(extra or {}),
+        "files": {name: {"size": len(data), "sha256": _sha256(data)} for name, data in files.items()},
+        "tensors": {MODEL: _digests(params), OPTIMIZER: _digests(flat)},
+    }
+    try:
+        files[MANIFEST] = _render(document)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra must hold what JSON can say, finite numbers included; {error}") from error
+    folder = Path(folder)
+    path = folder / f"step-{step:08d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        _write_directory(path, files)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot write the checkpoint {path}: {error.strerror}; older checkpoints are untouched"
+        ) from error
+    if keep is not None:
+        others = [other for other in _steps(folder) if other != path]
+        for old in others[: max(len(others) + 1 - keep, 0)]:
+            shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """The newest checkpoint in `folder` whose every digest is right; a damaged one is named in a warning.
+
+    `folder` may be a checkpoint itself. Raises ValueError where there is none, FileNotFoundError for no folder.
+    """
+    return read_checkpoint(folder).path
+
+
+def read_checkpoint(path: str | os.PathLike[str], *, config: ModelConfig | None = None) -> Checkpoint:
+    """Read a checkpoint, or the newest sound one of a folder of them, every digest verified before anything is given.
+
+    With `config`, another configuration is refused with the fields that differ. Damaged: ValueError with the file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: expected a checkpoint or a folder of checkpoints")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file: expected a checkpoint folder (it holds {MANIFEST}) or a folder of them")
+    if _NAME.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+        found = _read(path)
+    else:
+        found = _read_newest(path)
+    if config is not None:
+        differing = _differences(config, found.config)
+        if differing:
+            raise ValueError(f"{found.path} is of another model: {differing}")
+    return found
+
+
+def _read_newest(folder: Path) -> Checkpoint:
+    steps = _steps(folder)
+    if not steps:
+        raise ValueError(f"{folder} holds no checkpoint: expected directories named step-00000000 and so on")
+    for path in reversed(steps):
+        try:
+            return _read(path)
+        except ValueError as error:
+            warnings.warn(f"passed over a damaged checkpoint: {error}", RuntimeWarning, stacklevel=3)
+    raise ValueError(f"{folder} holds {len(steps)} checkpoints and every one is damaged")
+
+
+def _read(path: Path) -> Checkpoint:
+    document = _read_manifest(path)
+    try:
+        return _read_files(path, document)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / MANIFEST} does not say what a checkpoint needs: {error}") from error
+
+
+def _read_files(path: Path, document: dict[str, Any]) -> Checkpoint:
+    tensors = {}
+    for name in (MODEL, OPTIMIZER):
+        file = path / name
+        if file.is_symlink() or not file.is_file():
+            raise ValueError(f"{path} lacks the file {name}")
+        want = document["files"][name]
+        if file.stat().st_size != want["size"]:
+            raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes where {want['size']} were written")
+        sound = _sha256_of(file) == want["sha256"]
+        # Read also where the file's digest is wrong: the tensors' digests then say which one it is.
+        tensors[name], _ = read_tensors(file)
+        came, wrote = _digests(tensors[name]), document["tensors"][name]
+        wrong = sorted(key for key in came.keys() | wrote.keys() if came.get(key) != wrote.get(key))
+        if wrong or not sound:
+            raise ValueError(f"{file} is damaged: its SHA-256 is not the one written" + _named(wrong))
+    state: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in tensors[OPTIMIZER].items():
+        slot, name = key.split("/", 1)
+        state.setdefault(slot, {})[name] = array
+    return Checkpoint(
+        path=path,
+        step=document["step"],
+        params=tensors[MODEL],
+        state=state,
+        config=ModelConfig.from_dict(document["config"]),
+        train_config=TrainConfig.from_dict(document["train_config"]),
+        extra=document["extra"],
+    )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{path} is no whole checkpoint: it lacks {MANIFEST}")
+    raw = file.read_bytes()
+    try:
+        document = json.loads(raw.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: it is no JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{file} is damaged: it is no JSON object")
+    schema = document.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise ValueError(f"{file} has schema {schema}, this version reads up to {SCHEMA}: a newer version wrote it")
+    document.pop("digest", None)
+    # Rendered again and compared byte for byte, so a changed space or digit is seen as well.
+    if schema != SCHEMA or _render(document) != raw:
+        raise ValueError(f"{file} is damaged: its digest is not the one written")
+    return document
+
+
+def _render(document: Mapping[str, Any]) -> bytes:
+    """Canonical JSON with a digest over itself."""
+    body = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+    return json.dumps({**document, "digest": _sha256(body.encode())}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _write_directory(path: Path, files: Mapping[str, bytes]) -> None:
+    temporary = temporary_name(path)
+    try:
+        temporary.mkdir()
+        for name, data in files.items():
+            with open(temporary / name, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        flush_directory(temporary)
+        if path.exists():  # the same step written again: a directory cannot be renamed over a full one
+            aside = temporary_name(path)
+            os.rename(path, aside)
+            os.rename(temporary, path)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.rename(temporary, path)
+        flush_directory(path.parent)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete the unfinished directories of processes of this machine that are gone."""
+    host = temporary_name(folder / "x").name.split(".")[2]
+    for path in folder.iterdir():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and match["host"] == host and not _alive(int(match["pid"])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    if os.name == "nt":  # os.kill would send a real signal there
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _steps(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _flatten_state(state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    flat = {}
+    for slot, arrays in state.items():
+        if not isinstance(slot, str) or not slot or "/" in slot:
+            raise ValueError(f"state must have non-empty slot names without a slash; got {slot!r}")
+        for name, array in arrays.items():
+            flat[f"{slot}/{name}"] = array
+    return flat
+
+
+def _digests(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
+    return {name: _sha256(np.require(array, requirements="C").tobytes()) for name, array in tensors.items()}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _named(names: list[str]) -> str:
+    return f" ({', '.join(names[:3])}{' and more' if len(names) > 3 else ''})" if names else ""
+
+
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> str:
+    mine, other = ours.to_dict(), theirs.to_dict()
+    return ", ".join(
+        f"{name} is {other[name]!r} there and {mine[name]!r} here" for name in mine if mine[name] != other[name]
+    )
