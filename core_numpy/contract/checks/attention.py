@@ -91,9 +91,9 @@ def attention_plan(
     batch, has_heads, H, G, T, S, D, Dv = _sizes(q, k, v)
     shape = (*batch, *((H,) if has_heads else ()), T, S)
     if mask is not None:
-        _check_mask(mask, shape)
+        check_mask(mask, shape)
     if bias is not None:
-        _check_bias(bias, shape, values)
+        check_bias(bias, shape, values)
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal must be True or False; got {came(causal)}")
     window = check_window(window)
@@ -166,7 +166,8 @@ def _sizes(q: Any, k: Any, v: Any | None) -> tuple[tuple[int, ...], bool, int, i
     return batch, has_heads, H, G, T, S, D, int(v.shape[-1])
 
 
-def _check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """A boolean mask of rank 2 or of the full rank of the scores' `shape`, each axis its size or 1."""
     require_array("mask", mask)
     if dtype_name(mask) not in ("bool", "bool_"):
         raise TypeError(
@@ -176,7 +177,8 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> None:
     _check_broadcast("mask", mask, shape)
 
 
-def _check_bias(bias: Any, shape: tuple[int, ...], values: Values) -> None:
+def check_bias(bias: Any, shape: tuple[int, ...], values: Values) -> None:
+    """A floating bias of rank 2 or of the full rank of the scores' `shape`, each axis its size or 1."""
     require_array("bias", bias)
     if dtype_name(bias) not in FLOATS:
         raise TypeError(
