@@ -103,7 +103,7 @@ def _width(x: Any) -> int:
 
 
 def _eps(eps: Any) -> float:
-    value = require_number("eps", eps, "a finite number of at least 0")
-    if value < 0.0:
-        raise ValueError(f"eps must be a finite number of at least 0; got {eps!r}")
+    value = require_number("eps", eps, "a finite number above 0")
+    if value <= 0.0:
+        raise ValueError(f"eps must be a finite number above 0; got {eps!r}")
     return value
