@@ -113,6 +113,15 @@ def check_block_call(
     return plan
 
 
+def check_attention_call(config: BlockConfig, x: Any, *, context: Any, **arguments: Any) -> CallPlan:
+    """The call of an attention module: with a context it is cross-attention, restricted by context_lengths alone."""
+    if context is not None:
+        for name in ("mask", "bias", "kv_lengths", "segments", "positions", "rotary", "cache"):
+            if arguments[name] is not None:
+                raise ValueError(f"{name} must be None with a context: it concerns self-attention; use context_lengths")
+    return check_block_call(config, x, context=context, cross=context is not None, **arguments)
+
+
 def check_model_call(
     config: ModelConfig,
     tokens: Any,
@@ -170,7 +179,7 @@ def check_model_positions(config: ModelConfig, positions: Any, plan: CallPlan, v
         )
     rows = config.max_length if config.positions == "learned" else None
     check_positions(positions, plan, rows, values)
-    if rows is not None and positions is None and plan.S > rows:
+    if rows is not None and positions is None and rows < plan.S:
         raise ValueError(
             f"tokens must end at or before max_length ({rows}), the learned table's length; got {plan.S} positions"
             + (f", {plan.past} of them in the cache" if plan.past else "")
