@@ -1,0 +1,158 @@
+"""`python -m conformance VERB`, and the console script `conformance`.
+
+Exit status: 0 where everything passed, 1 where something failed, 2 for a wrong command line, 3 where a framework that
+was asked for is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+OURS = {"core_numpy": None, "backend_torch": "torch", "backend_jax": "jax"}
+VERBS = {
+    "run": "every case on every target (the default)",
+    "zoo": "every known fault, planted: which cases catch it",
+    "race": "training speed of the frameworks, side by side",
+    "demo": "conformance, training and a race in one HTML report",
+}
+
+
+def installed() -> list[str]:
+    """Our packages whose framework is installed; the others are named on standard error."""
+    found = []
+    for name, framework in OURS.items():
+        if framework is None or importlib.util.find_spec(framework) is not None:
+            found.append(name)
+        else:
+            print(
+                f"{name} is left out: {framework} is not installed (pip install 'attention-conformance[{framework}]')",
+                file=sys.stderr,
+            )
+    return found
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="conformance run",
+        description="Every case on every target.",
+        epilog="example: conformance run my_package.my_attention --level full --json result.json",
+    )
+    parser.add_argument("targets", nargs="*", help="modules to judge; default: core_numpy, backend_torch, backend_jax")
+    parser.add_argument("--level", default="quick", choices=("quick", "full", "exhaustive"))
+    parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--junit", metavar="FILE", help="write the results as JUnit XML")
+    parser.add_argument("--html", metavar="FILE", help="write the results as one HTML page")
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    from . import models, rows, summary
+    from .runner import FAILED, Result, run_case
+    from .surface import run_surface
+    from .targets import load
+
+    options = _run_parser().parse_args(argv)
+    cases = rows.select(rows.load_cases(), options.level, options.case)
+    model_cases = models.select_models(options.level, options.case)
+    if not cases and not model_cases:
+        raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
+    if options.list:
+        for case in [*cases, *model_cases]:
+            print(f"{case.id:44} {case.function:22} {', '.join(case.rules)}")
+        return 0
+    targets = [load(name) for name in options.targets or installed()]
+    results: list[Result] = []
+    with _progress(len(targets) * (len(cases) + len(model_cases)), quiet=options.json == "-") as advance:
+        for target in targets:
+            for case in cases:
+                results += run_case(case, target)
+                advance(f"{target.name} {case.id}")
+            for model_case in model_cases:
+                results += models.run_model_case(model_case, target)
+                advance(f"{target.name} {model_case.id}")
+            if not options.case:
+                results += run_surface(target)
+    if options.json != "-":
+        summary.print_run(results, targets)
+    if options.json:
+        summary.write_json(options.json, summary.document(results, targets, options.level))
+    if options.junit:
+        summary.write_junit(options.junit, results)
+    if options.html:
+        from .report.html import write_report
+
+        write_report(options.html, conformance=summary.document(results, targets, options.level))
+    return int(any(result.status == FAILED for result in results))
+
+
+class _progress:
+    """A bar on a terminal, silence elsewhere."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self.total, self.bar = total, None
+        self.quiet = quiet or not sys.stderr.isatty()
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self.quiet:
+            return lambda text: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True).__enter__()
+        task = self.bar.add_task("", total=self.total)
+        bar = self.bar
+        return lambda text: bar.update(task, advance=1, description=text)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.bar is not None:
+            self.bar.__exit__(*error)
+
+
+def _verb(name: str) -> Callable[[Sequence[str]], int]:
+    if name == "run":
+        return run
+    module = importlib.import_module(f".{name}", __package__)
+    return module.main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; errors are one line on standard error unless --debug."""
+    from core_numpy.contract import __version__
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print("usage: conformance [VERB] [options]\n")
+        print("\n".join(f"  {name:10} {text}" for name, text in VERBS.items()))
+        print("\nconformance VERB --help says more; example: conformance run --level quick --json result.json")
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"conformance {__version__}")
+        return 0
+    name = arguments.pop(0) if arguments and arguments[0] in VERBS else "run"
+    try:
+        return _verb(name)(arguments)
+    except KeyboardInterrupt:
+        print("conformance: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        print(f"conformance {name}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 3 if isinstance(error, ImportError) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Comparisons: each says by what share of the budget it was off, and counts itself.
+
+A comparison cannot pass by not being made: the runner fails a case whose tally is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+class Disagreement(Exception):
+    """What came differs in a way that no rounding explains: shape, dtype, NaN, an exact value."""
+
+
+@dataclass
+class Tally:
+    """How many comparisons a case made, and the largest share of a budget that any of them used."""
+
+    count: int = 0
+    share: float = 0.0
+    where: str = ""
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, share: float, where: str = "") -> None:
+        self.count += 1
+        self.shares[name] = max(share, self.shares.get(name, 0.0))
+        if share > self.share or self.count == 1:
+            self.share, self.where = share, f"{name}{where}"
+
+
+def check_kind(name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str | None) -> None:
+    """Shape and dtype, exactly."""
+    if not isinstance(got, np.ndarray):
+        raise Disagreement(f"{name} must come back as an array; got {type(got).__name__}")
+    if got.shape != shape:
+        raise Disagreement(f"{name} must have shape {shape}; got {got.shape}")
+    if dtype is not None and str(got.dtype) != dtype:
+        raise Disagreement(f"{name} must have dtype {dtype}; got {got.dtype}")
+
+
+def check_exact(tally: Tally, name: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Equality, for integers, booleans, bits and masked values; NaN equals NaN."""
+    check_kind(name, got, want.shape, None)
+    left, right = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)
+    equal = (left == right) | (np.isnan(left) & np.isnan(right))
+    if not equal.all():
+        at = tuple(int(i) for i in np.argwhere(~equal)[0])
+        raise Disagreement(
+            f"{name} must be exactly {right[at]!r} at {at}; got {left[at]!r} "
+            f"({int((~equal).sum())} of {equal.size} differ)"
+        )
+    tally.add(name, 0.0)
+
+
+def check_within(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
+    """|got - want| <= bound for every element; where the bound is 0 the values are equal.
+
+    The share (error / bound) goes to the tally and is returned; over 1 the runner fails the case. NaN and
+    infinities must stand where the oracle has them.
+    """
+    check_kind(name, got, want.shape, None)
+    value = np.asarray(got, dtype=np.float64)
+    special = ~np.isfinite(want)
+    if special.any() or not np.isfinite(value).all():
+        same = (value == want) | (np.isnan(value) & np.isnan(want))
+        wrong = (special | ~np.isfinite(value)) & ~same
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise Disagreement(f"{name} must be {want[at]!r} at {at}; got {value[at]!r}")
+    with np.errstate(invalid="ignore"):
+        error = np.where(special, 0.0, np.abs(value - want))
+    exact = (bound == 0) & (error > 0)
+    if exact.any():
+        at = tuple(int(i) for i in np.argwhere(exact)[0])
+        raise Disagreement(f"{name} must be exactly {want[at]!r} at {at}; got {value[at]!r}")
+    shares = np.divide(error, bound, out=np.zeros_like(error), where=bound > 0)
+    if not shares.size:
+        tally.add(name, 0.0)
+        return 0.0
+    worst = np.unravel_index(int(np.argmax(shares)), shares.shape)
+    place = ", ".join(str(int(i)) for i in worst)
+    tally.add(name, float(shares[worst]), f"[{place}]" if place else "")
+    return float(shares[worst])

@@ -1,0 +1,264 @@
+"""Cases of whole models and of training: rows of cases/*.toml under [[model]] and [[training]].
+
+A model row makes the model from its configuration in the target and in the reference, and judges the initial
+parameters (bit for bit), the output, the loss and every parameter's gradient. A training row runs the trainers side by
+side from one start: in float64 to 1e-9, in float32 against the spread of reference runs whose parameters are
+nudged by one unit in the last place at every step.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from . import budget
+from .compare import Disagreement, Tally, check_exact, check_kind, check_within
+from .inputs import build, generator, rounded, widened
+from .oracle import reference
+from .rows import LEVELS
+from .runner import Result, judged
+from .targets.protocol import NotOffered, Target
+
+Arrays = dict[str, np.ndarray]
+# Free runs agree with their nudged twins' spread; ten times it separates chance from a fault (docs/tolerance.md).
+TWINS = 10.0
+TRAJECTORY = 1e-9  # float64: 20 steps of a smooth loss lose three digits to the order of operations, not six
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """config: fields of ModelConfig. batch: inputs of loss_and_gradients. call: further inputs of the forward call.
+
+    loss: label_smoothing and z_loss. dropout: seed of the dropout key, or None. train: fields of TrainConfig; a case
+    that has them is a training case.
+    """
+
+    id: str
+    rules: tuple[str, ...]
+    why: str
+    config: dict[str, Any]
+    batch: dict[str, Any]
+    call: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    dropout: int | None = None
+    train: dict[str, Any] | None = None
+    dtypes: tuple[str, ...] = ("float64", "float32")
+    level: str = "quick"
+
+    @property
+    def function(self) -> str:
+        return "Transformer" if self.train is None else "Trainer"
+
+
+@cache
+def load_model_cases() -> tuple[ModelCase, ...]:
+    cases: list[ModelCase] = []
+    folder = resources.files(__package__) / "cases"
+    for file in sorted(folder.iterdir(), key=lambda f: f.name):
+        if not file.name.endswith(".toml"):
+            continue
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        for row in [*table.get("model", []), *table.get("training", [])]:
+            unknown = sorted(set(row) - set(ModelCase.__dataclass_fields__))
+            if unknown:
+                raise ValueError(f"{file.name}: case {row.get('id', '?')!r} has unknown fields {unknown}")
+            values: dict[str, Any] = {n: tuple(x) if n in ("rules", "dtypes") else x for n, x in row.items()}
+            cases.append(ModelCase(**values))
+    return tuple(cases)
+
+
+def select_models(level: str, pattern: str | None = None) -> list[ModelCase]:
+    depth = LEVELS.index(level)
+    chosen = [case for case in load_model_cases() if LEVELS.index(case.level) <= depth]
+    return [case for case in chosen if pattern in case.id or pattern == case.function] if pattern else chosen
+
+
+def _config(module: Any, fields: dict[str, Any]) -> Any:
+    """TOML has no None: "none" stands for it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if value == "none" else value
+
+    return module.ModelConfig.from_dict({name: plain(value) for name, value in fields.items()})
+
+
+def random_params(case_id: str, initial: Arrays, dtype: str) -> Arrays:
+    """The initial parameters moved at random, so that no bias is 0 and no gain is 1 when gradients are judged."""
+    return {
+        name: rounded(x.astype(np.float64) + 0.1 * generator(case_id, name).standard_normal(x.shape), dtype)
+        for name, x in initial.items()
+    }
+
+
+def run_model_case(case: ModelCase, target: Target) -> Iterator[Result]:
+    """All results of one model or training case on one target."""
+    for dtype in case.dtypes:
+
+        def work(tally: Tally, dtype: str = dtype) -> None:
+            if not target.offers(case.function):
+                raise NotOffered(f"no {case.function}")
+            if dtype not in target.dtypes():
+                raise NotOffered(f"no {dtype}")
+            (_judge_model if case.train is None else _judge_training)(case, target, dtype, tally)
+
+        yield judged(case, target, dtype, "auto", work)
+
+
+def _inputs(case: ModelCase) -> tuple[Arrays, Arrays]:
+    batch = {name: build(case.id, name, spec) for name, spec in case.batch.items()}
+    call = {name: build(case.id, name, spec) for name, spec in case.call.items()}
+    return batch, call
+
+
+def _forward_arguments(batch: Arrays, call: Arrays) -> dict[str, Any]:
+    given = dict(call)
+    for source, name in (("lengths", "kv_lengths"), ("segments", "segments")):
+        if source in batch:
+            given.setdefault(name, batch[source])
+    return given
+
+
+def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally) -> None:
+    core = reference()
+    batch, call = _inputs(case)
+    module = target.module
+    config = _config(module, case.config)
+    model = module.Transformer(config, seed=7, dtype=dtype)
+    mine = core.Transformer(_config(core, case.config), seed=7, dtype="float64")
+    initial = core.get_params(mine)
+    got = module.get_params(model)
+    if list(got) != list(initial):
+        raise Disagreement(f"parameters must be named {list(initial)}; got {list(got)}")
+    for name, value in initial.items():
+        check_kind(f"initial {name}", got[name], value.shape, dtype)
+        check_exact(tally, f"initial {name}", got[name], value)
+    params = random_params(case.id, initial, dtype)
+    module.set_params(model, params)
+    if target.framework == "torch":
+        model.eval()
+    exact = {name: widened(x) for name, x in params.items()}
+    given = _forward_arguments(batch, call)
+    _judge_forward(target, model, mine, exact, batch, given, dtype, tally)
+    if "targets" not in batch or call:
+        return
+    _judge_gradients(case, target, model, mine, exact, batch, dtype, tally)
+
+
+def _judge_forward(
+    target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, given: dict[str, Any], dtype: str, tally: Tally
+) -> None:
+    core = reference()
+
+    def forward(params: Arrays) -> Arrays:
+        core.set_params(mine, params)
+        return {"output": np.asarray(mine(batch["tokens"], **given))}
+
+    want = forward(exact)
+    bounds = budget.perturbation_bounds(forward, exact, want, dtype, draws=4)
+    native = {name: target.native(x) for name, x in given.items()}
+    got = target.numpy(model(target.native(batch["tokens"]), **native))
+    check_kind("output", got, want["output"].shape, dtype)
+    check_within(tally, "output", got, want["output"], bounds["output"])
+
+
+def _judge_gradients(
+    case: ModelCase, target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, dtype: str, tally: Tally
+) -> None:
+    core = reference()
+    options: dict[str, Any] = dict(case.loss)
+
+    def backward(params: Arrays) -> Arrays:
+        core.set_params(mine, params)
+        key = {} if case.dropout is None else {"dropout_key": core.key(case.dropout)}
+        loss, grads = core.loss_and_gradients(mine, batch, **options, **key)
+        return {"loss": np.asarray(loss, dtype=np.float64)} | {name: np.asarray(x) for name, x in grads.items()}
+
+    want = backward(exact)
+    bounds = budget.perturbation_bounds(backward, exact, want, dtype, draws=4)
+    native = {name: target.native(x) for name, x in batch.items()}
+    key = {} if case.dropout is None else {"dropout_key": target.module.key(case.dropout)}
+    loss, grads = target.module.loss_and_gradients(model, native, **options, **key)
+    if list(grads) != list(want)[1:]:
+        raise Disagreement(f"gradients must be named {list(want)[1:]}; got {list(grads)}")
+    got = {"loss": np.asarray(loss, dtype=np.float64), **{name: np.asarray(x) for name, x in grads.items()}}
+    for name, value in want.items():
+        label = name if name == "loss" else f"gradient of {name}"
+        bound = bounds[name]
+        if value.ndim and bound.max(initial=0.0) > 0:
+            # Where a gradient cancels to nearly 0 by symmetry, its error is that of the tensor (docs/tolerance.md).
+            bound = bound + np.where(bound > 0, 0.1 * np.sqrt(np.mean(bound**2)), 0.0)
+        check_within(tally, label, got[name], value, bound)
+
+
+def _trainer(module: Any, case: ModelCase, params: Arrays, dtype: str) -> Any:
+    model = module.Transformer(_config(module, case.config), seed=7, dtype=dtype)
+    module.set_params(model, params)
+    assert case.train is not None
+    return module.Trainer(model, module.TrainConfig.from_dict({**case.train, "precision": dtype}))
+
+
+def _judge_training(case: ModelCase, target: Target, dtype: str, tally: Tally) -> None:
+    core = reference()
+    assert case.train is not None
+    steps = case.train["steps"]
+    batches = [
+        {name: build(f"{case.id}/{step}", name, spec) for name, spec in case.batch.items()} for step in range(steps)
+    ]
+    initial = core.get_params(core.Transformer(_config(core, case.config), seed=7, dtype=dtype))
+    want = _reference_run(case, initial, batches)
+    bounds = _twin_bounds(case, initial, batches, want, dtype)
+    trainer = _trainer(target.module, case, initial, dtype)
+    native = [{name: target.native(x) for name, x in batch.items()} for batch in batches]
+    records = [trainer.step(batch) for batch in native]
+    got: Arrays = {
+        name: np.array([float(record[name]) for record in records]) for name in ("loss", "grad_norm", "lr", "tokens")
+    }
+    got |= {f"final {name}": x.astype(np.float64) for name, x in target.module.get_params(trainer.model).items()}
+    if list(got) != list(want):
+        raise Disagreement(f"training must report {list(want)}; got {list(got)}")
+    for name, value in want.items():
+        check_within(tally, name, got[name], value, bounds[name])
+
+
+def _reference_run(
+    case: ModelCase, initial: Arrays, batches: list[Arrays], nudge: tuple[float, int] | None = None
+) -> Arrays:
+    """Losses, norms and final parameters of the float64 reference; `nudge` is (relative size, seed)."""
+    core = reference()
+    trainer = _trainer(core, case, {name: widened(x) for name, x in initial.items()}, "float64")
+    draw = np.random.Generator(np.random.Philox(nudge[1])) if nudge else None
+    records = []
+    for batch in batches:
+        if nudge and draw is not None:
+            now = core.get_params(trainer.model)
+            moved = {n: x * (1.0 + nudge[0] * draw.choice([-1.0, 1.0], x.shape)) for n, x in now.items()}
+            core.set_params(trainer.model, moved)
+        records.append(trainer.step(batch))
+    run: Arrays = {
+        name: np.array([float(record[name]) for record in records]) for name in ("loss", "grad_norm", "lr", "tokens")
+    }
+    return run | {f"final {name}": np.asarray(x) for name, x in core.get_params(trainer.model).items()}
+
+
+def _twin_bounds(case: ModelCase, initial: Arrays, batches: list[Arrays], want: Arrays, dtype: str) -> Arrays:
+    if dtype == "float64":
+        return {
+            name: TRAJECTORY * (np.abs(value) + (np.sqrt(np.mean(value**2)) if value.size else 0.0))
+            for name, value in want.items()
+        }
+    unit = budget.UNIT[dtype]
+    twins = [_reference_run(case, initial, batches, (unit, seed)) for seed in (1, 2, 3)]
+    bounds = {}
+    for name, value in want.items():
+        spread = np.max([np.abs(twin[name] - value) for twin in twins], axis=0)
+        typical = np.sqrt(np.mean(spread**2)) if spread.size else 0.0
+        bounds[name] = TWINS * (spread + typical) + 8.0 * unit * np.abs(value)
+    return bounds

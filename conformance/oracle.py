@@ -1,0 +1,208 @@
+"""What a function row should give: the float64 reference on exactly the inputs that the target got, with bounds.
+
+The oracle is `core_numpy` in float64. Rows with a literal answer do not pass through here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import budget
+from .functions import ATTENTION, FUNCTIONS
+from .inputs import Key, generator
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """results and gradients with a bound for each; cotangents are what the target must pull back."""
+
+    results: Arrays
+    bounds: Arrays
+    gradients: Arrays
+    gradient_bounds: Arrays
+    cotangents: Arrays
+
+
+def reference() -> Any:
+    import core_numpy
+
+    return core_numpy
+
+
+def native(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Keys made by the reference's own `key`; everything else as it is."""
+    core = reference()
+    return {name: core.key(x.seed) if isinstance(x, Key) else x for name, x in arguments.items()}
+
+
+def call(function: str, arguments: dict[str, Any], module: Any = None) -> Arrays:
+    """The reference's results as named float64 (or integer) arrays."""
+    module = module or reference()
+    spec = FUNCTIONS[function]
+    rest = dict(native(arguments))
+    positional = [rest.pop(name) for name in spec.positional if name in rest]
+    with np.errstate(all="ignore"):
+        got = getattr(module, function)(*positional, **rest)
+    return named(function, got)
+
+
+def named(function: str, got: Any) -> Arrays:
+    results = FUNCTIONS[function].results
+    values = got if isinstance(got, tuple | list) else (got,)
+    return {name: np.asarray(value) for name, value in zip(results, values, strict=True)}
+
+
+def expected(case_id: str, function: str, arguments: dict[str, Any], wrt: list[str], dtype: str) -> Expected:
+    """`arguments`: widened to float64. `wrt`: names to differentiate by; cotangents are drawn in the run's dtype."""
+    from .inputs import rounded, widened
+
+    results = call(function, arguments)
+    cotangents = {}
+    if wrt:
+        for name, value in results.items():
+            shape = value.shape
+            cotangents[name] = widened(rounded(generator(case_id, f"grad {name}").standard_normal(shape), dtype))
+        if "lse" in cotangents:  # a dead query has lse -inf and no gradient
+            cotangents["lse"] = np.where(np.isfinite(results["lse"]), cotangents["lse"], 0.0)
+    if FUNCTIONS[function].exact:
+        return Expected(results, {}, {}, {}, {})
+    if function in ATTENTION:
+        return _attention(function, arguments, results, wrt, cotangents, dtype)
+    return _general(function, arguments, results, wrt, cotangents, dtype)
+
+
+def pull_back(function: str, arguments: dict[str, Any], wrt: list[str], cotangents: Arrays) -> Arrays:
+    """The reference's hand-derived gradients, by argument name."""
+    from core_numpy import gradients
+
+    spec = FUNCTIONS[function]
+    rest = dict(native(arguments))
+    positional = [rest.pop(name) for name in spec.positional if name in rest]
+    vjp = getattr(gradients, f"{function}_vjp")
+    with np.errstate(all="ignore"):
+        got = vjp(*cotangents.values(), *positional, **rest)
+    if not isinstance(got, dict):
+        values = got if isinstance(got, tuple | list) else (got,)
+        names = [name for name in spec.positional if name in spec.differentiable]
+        got = dict(zip(names, values, strict=True))
+    return {name: np.asarray(got[name]) for name in wrt}
+
+
+def _general(
+    function: str, arguments: dict[str, Any], results: Arrays, wrt: list[str], cotangents: Arrays, dtype: str
+) -> Expected:
+    floats = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype == np.float64}
+
+    def forward(moved: Arrays) -> Arrays:
+        return call(function, {**arguments, **moved})
+
+    bounds = budget.perturbation_bounds(forward, floats, results, dtype)
+    if not wrt:
+        return Expected(results, bounds, {}, {}, {})
+
+    def backward(moved: Arrays) -> Arrays:
+        inner = {name: x for name, x in moved.items() if name in floats}
+        outer = {name: moved.get(f"grad {name}", x) for name, x in cotangents.items()}
+        return pull_back(function, {**arguments, **inner}, wrt, outer)
+
+    gradients = backward({})
+    everything = floats | {f"grad {name}": x for name, x in cotangents.items()}
+    gradient_bounds = budget.perturbation_bounds(backward, everything, gradients, dtype)
+    return Expected(results, bounds, gradients, gradient_bounds, cotangents)
+
+
+def _attention(
+    function: str, arguments: dict[str, Any], results: Arrays, wrt: list[str], cotangents: Arrays, dtype: str
+) -> Expected:
+    core = reference()
+    q, k = arguments["q"], arguments["k"]
+    v = arguments.get("v")
+    shared = {name: x for name, x in arguments.items() if name not in ("q", "k", "v")}
+    p = call("attention_weights", {"q": q, "k": k, **{n: x for n, x in shared.items() if not n.startswith("dropout")}})
+    weights = p["weights"]
+    heads = q.shape[-3] if q.ndim > 2 else 1
+
+    def repeat(x: np.ndarray) -> np.ndarray:
+        return np.repeat(x, heads // x.shape[-3], axis=-3) if x.ndim > 2 else x
+
+    k_all, v_all = repeat(k), None if v is None else repeat(v)
+    scale = shared.get("scale")
+    scale = 1.0 / np.sqrt(q.shape[-1]) if scale is None else scale
+    finite_q, finite_k = np.nan_to_num(q, posinf=0.0, neginf=0.0), np.nan_to_num(k_all, posinf=0.0, neginf=0.0)
+    bias = shared.get("bias")
+    unit = budget.UNIT[budget.accumulation(dtype)]
+    delta, slope = budget.score_errors(finite_q, finite_k, scale, shared.get("softcap"), bias, unit)
+    kept = np.ones_like(weights)
+    rate = shared.get("dropout_rate", 0.0)
+    if rate > 0:
+        key = native({"key": shared["dropout_key"]})["key"]
+        kept = core.bernoulli(key, 1.0 - rate, weights.shape) / (1.0 - rate) if rate < 1 else np.zeros_like(weights)
+    terms = budget.Terms(p=weights, kept=kept, delta=delta, slope=slope)
+    bounds = budget.attention_bounds(terms, v_all, results, dtype)
+    if not wrt:
+        return Expected(results, bounds, {}, {}, {})
+    gradients = pull_back(function, arguments, wrt, cotangents)
+    if function == "attention_weights":
+        # The weights are attention over an identity: v = I gives the same formulas.
+        v_all, grad, out = np.eye(k.shape[-2]), cotangents["weights"], results["weights"]
+        v_all = np.broadcast_to(v_all, (*weights.shape[:-2], *v_all.shape))
+    else:
+        assert v_all is not None
+        grad, out = cotangents["out"], results["out"]
+    raw = budget.attention_gradient_bounds(
+        terms, finite_q, finite_k, v_all, out, np.nan_to_num(grad), cotangents.get("lse"), scale, dtype
+    )
+    gradient_bounds = {}
+    for name in wrt:
+        value = gradients[name]
+        if name in ("k", "v"):
+            summed = _sum_groups(raw[name], value.shape)
+        elif name == "q":
+            summed = raw[name]
+        elif name == "bias":
+            summed = _sum_broadcast(
+                raw["scores"] / np.maximum(slope, unit) if shared.get("softcap") else raw["scores"], value.shape
+            )
+        else:
+            summed = _sink_bound(weights, grad, out, raw["scores"], cotangents.get("lse"), value.shape, dtype)
+        gradient_bounds[name] = budget.rounded_output(summed, np.nan_to_num(np.abs(value)), dtype)
+    return Expected(results, bounds, gradients, gradient_bounds, cotangents)
+
+
+def _sum_groups(bound: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if bound.ndim < 3 or bound.shape[-3] == shape[-3]:
+        return bound
+    groups = shape[-3]
+    return bound.reshape(*bound.shape[:-3], groups, bound.shape[-3] // groups, *bound.shape[-2:]).sum(axis=-3)
+
+
+def _sum_broadcast(bound: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    padded = (1,) * (bound.ndim - len(shape)) + shape
+    axes = tuple(i for i, (have, want) in enumerate(zip(bound.shape, padded, strict=True)) if want == 1 and have != 1)
+    return bound.sum(axis=axes, keepdims=True).reshape(shape) if bound.size else np.zeros(shape)
+
+
+def _sink_bound(
+    weights: np.ndarray,
+    grad: np.ndarray,
+    out: np.ndarray,
+    scores: np.ndarray,
+    grad_lse: np.ndarray | None,
+    shape: tuple[int, ...],
+    dtype: str,
+) -> np.ndarray:
+    """d sink = sum_t p_sink (dlse - dO . O): its errors are bounded by those of dS, summed, and of the row sums."""
+    unit = budget.UNIT[budget.accumulation(dtype)]
+    stored = budget.UNIT[dtype] if dtype in ("float16", "bfloat16") else 0.0
+    sink = np.clip(1.0 - weights.sum(axis=-1), 0.0, 1.0)
+    size = np.abs(grad * out).sum(axis=-1) + (0.0 if grad_lse is None else np.abs(grad_lse))
+    error = scores.sum(axis=-1) + (8.0 * unit * np.sqrt(grad.shape[-1] + 2.0) + stored) * sink * size
+    if dtype == "float64":
+        error = error + budget.MEANING * size
+    axes = tuple(i for i in range(error.ndim) if not (len(shape) and i == error.ndim - 2))
+    return error.sum(axis=axes).reshape(shape)

@@ -1,0 +1,305 @@
+"""Row x target x dtype x kernel -> result.
+
+Every result says how many comparisons were made and fails if there were none. A feature that the target does not
+offer is a colour of its own, never a pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from . import oracle
+from .budget import UNIT
+from .compare import Disagreement, Tally, check_exact, check_kind, check_within
+from .functions import ATTENTION, FUNCTIONS
+from .inputs import DTYPES, build, rounded, widened
+from .rows import Case
+from .targets.protocol import NotOffered, Target
+
+PASSED, FAILED, ABSENT = "passed", "failed", "not offered"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One judged call. share: of the error budget, over 1 fails; comparisons: how many were made."""
+
+    case: str
+    rules: tuple[str, ...]
+    function: str
+    target: str
+    dtype: str
+    kernel: str
+    status: str
+    share: float
+    where: str
+    comparisons: int
+    detail: str
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_case(case: Case, target: Target, *, all_kernels: bool = True) -> Iterator[Result]:
+    """All results of one case on one target."""
+    # A literal and an unchanged value need no more than float64 and float32; a refusal one dtype.
+    dtypes = case.dtypes[: {"agrees": None, "refuses": 1}.get(case.verb, 2)]
+    if _has_no_floats(case):
+        dtypes = ("float32",)
+    for dtype in dtypes:
+        if dtype not in target.dtypes():
+            yield judged(case, target, dtype, "auto", _no_dtype(dtype))
+            continue
+        kernels = target.kernels() if case.kernels and case.verb != "refuses" else ["auto"]
+        for kernel in kernels if all_kernels else kernels[:1]:
+            yield judge(case, target, dtype, kernel)
+
+
+def _no_dtype(dtype: str) -> Callable[[Tally], None]:
+    def work(tally: Tally) -> None:
+        raise NotOffered(f"no {dtype}")
+
+    return work
+
+
+def _has_no_floats(case: Case) -> bool:
+    specs = list(case.inputs.values())
+    flat = [item for spec in specs for item in (spec["tree"] if isinstance(spec, dict) and "tree" in spec else [spec])]
+    return not any(_is_float_spec(spec) for spec in flat)
+
+
+def _is_float_spec(spec: Any) -> bool:
+    if not isinstance(spec, dict):
+        return False
+    if "values" in spec:
+        return spec.get("dtype", "run") == "run"
+    return "shape" in spec and "density" not in spec and "high" not in spec
+
+
+def judge(case: Case, target: Target, dtype: str, kernel: str = "auto") -> Result:
+    """One call, judged."""
+    return judged(case, target, dtype, kernel, lambda tally: VERBS[case.verb](case, target, dtype, kernel, tally))
+
+
+def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[Tally], None]) -> Result:
+    """Run `work` and turn what happens into a result; whatever a target raises fails this case and no other."""
+    begun, tally, status, detail = time.perf_counter(), Tally(), PASSED, ""
+    try:
+        with target.scope(dtype):
+            work(tally)
+        if tally.count == 0:
+            status, detail = FAILED, "the case compared nothing"
+        elif not tally.share <= 1.0:
+            status, detail = FAILED, f"{tally.where} is off by {tally.share:.3g} times its error budget"
+    except NotOffered as absent:
+        status, detail = ABSENT, str(absent)
+    except Disagreement as wrong:
+        status, detail = FAILED, str(wrong)
+    except Exception as error:
+        status, detail = FAILED, f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - begun
+    return Result(
+        case=case.id,
+        rules=case.rules,
+        function=case.function,
+        target=target.name,
+        dtype=dtype,
+        kernel=kernel,
+        status=status,
+        share=tally.share if np.isfinite(tally.share) else 1e300,
+        where=tally.where,
+        comparisons=tally.count,
+        detail=" ".join(detail.split())[:400],
+        seconds=seconds,
+    )
+
+
+def arguments_of(case: Case, dtype: str, kernel: str = "auto") -> dict[str, Any]:
+    """The row's inputs in the run's dtype, and its arguments."""
+    given = {name: rounded(build(case.id, name, spec), dtype) for name, spec in case.inputs.items()}
+    given |= case.arguments
+    if kernel != "auto":
+        given["kernel"] = kernel
+    return given
+
+
+def _call(target: Target, case: Case, given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
+    target.require(case.function, given)
+    try:
+        return target.call(case.function, given, **options)
+    except ValueError as error:
+        _refused_kernel(error, given)
+        raise
+
+
+def _refused_kernel(error: ValueError, given: dict[str, Any]) -> None:
+    """A kernel that was asked for by name and says why it cannot serve is not offered for these arguments."""
+    if "kernel" in given and str(error).startswith("kernel="):
+        raise NotOffered(str(error)) from error
+
+
+def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
+    given = arguments_of(case, dtype, kernel)
+    exact = {name: widened(x) for name, x in given.items() if name != "kernel"}
+    want = oracle.expected(case.id, case.function, exact, list(case.gradients), dtype)
+    _compare(
+        tally, "", _call(target, case, given), want.results, want.bounds, result_dtypes(case, dtype), case.tolerance
+    )
+    if target.framework != "jax" and dtype == "float32":
+        got = _call(target, case, given, strided=True)
+        _compare(tally, "strided ", got, want.results, want.bounds, result_dtypes(case, dtype), case.tolerance)
+    if not case.gradients:
+        return
+    cotangents = {
+        name: rounded(x, _lse_dtype(dtype) if name == "lse" else dtype) for name, x in want.cotangents.items()
+    }
+    try:
+        got = target.gradients(case.function, given, list(case.gradients), cotangents)
+    except ValueError as error:
+        _refused_kernel(error, given)
+        raise
+    _compare(tally, "gradient of ", got, want.gradients, want.gradient_bounds, {}, case.tolerance)
+
+
+def _lse_dtype(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def result_dtypes(case: Case, dtype: str) -> dict[str, str]:
+    """The dtype that each result must have, where the contract fixes it by the run's dtype."""
+    if case.function in ATTENTION:
+        return {name: _lse_dtype(dtype) if name == "lse" else dtype for name in FUNCTIONS[case.function].results}
+    follows = (
+        "layer_norm",
+        "rms_norm",
+        "gelu",
+        "silu",
+        "relu",
+        "softmax",
+        "dropout",
+        "apply_rotary",
+        "embed",
+        "relative_bias",
+    )
+    return {"out": dtype, "bias": dtype} if case.function in follows else {}
+
+
+def _compare(
+    tally: Tally,
+    prefix: str,
+    got: dict[str, np.ndarray],
+    want: dict[str, np.ndarray],
+    bounds: dict[str, np.ndarray],
+    dtypes: dict[str, str],
+    tolerance: float,
+) -> None:
+    if list(got) != list(want):
+        raise Disagreement(f"expected {list(want)}; got {list(got)}")
+    for name, value in want.items():
+        check_kind(f"{prefix}{name}", got[name], value.shape, dtypes.get(name))
+        if name not in bounds:
+            check_exact(tally, f"{prefix}{name}", got[name], value)
+            continue
+        bound = bounds[name] + tolerance * np.abs(value)
+        check_within(tally, f"{prefix}{name}", got[name], overflowed(value, str(got[name].dtype)), bound)
+
+
+def overflowed(value: np.ndarray, dtype: str) -> np.ndarray:
+    """What is too large for the result's own type is infinite there."""
+    if dtype not in DTYPES or dtype in ("float64", "bfloat16"):
+        return value
+    limit = float(np.finfo(DTYPES[dtype]).max) * (1.0 + UNIT[dtype])
+    return np.where(np.abs(value) > limit, np.copysign(np.inf, value), value)
+
+
+def _equals(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
+    assert case.equals is not None
+    got = _call(target, case, arguments_of(case, dtype, kernel))
+    for name, literal in case.equals.items():
+        want = np.array(build(case.id, name, literal if isinstance(literal, dict) else {"values": literal}))
+        if want.dtype == bool or np.issubdtype(want.dtype, np.integer) or FUNCTIONS[case.function].exact:
+            check_exact(tally, name, got[name], want)
+            continue
+        size = np.where(np.isfinite(want), np.abs(want), 0.0)
+        # A literal is written with as many digits as float64 shows: rounding to the run's dtype, a few times over.
+        bound = np.where(
+            size > 0, 16.0 * UNIT[dtype if dtype != "float64" else "float64"] * np.maximum(size, 1e-3), 0.0
+        )
+        check_within(tally, name, got[name], want, bound + case.tolerance * size)
+
+
+def _refuses(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
+    assert case.refuses is not None
+    given = arguments_of(case, dtype)
+    target.require(case.function, given)
+    try:
+        target.call(case.function, given)
+    except Exception as error:
+        name, phrase = case.refuses["type"], case.refuses["phrase"]
+        if type(error).__name__ != name:
+            raise Disagreement(f"must raise {name}; got {type(error).__name__}: {error}") from error
+        if phrase not in str(error):
+            raise Disagreement(f"the error must say {phrase!r}; it says {error}") from error
+        tally.add("refusal", 0.0)
+        return
+    raise Disagreement(f"must raise {case.refuses['type']} ({case.refuses['phrase']!r}); it returned")
+
+
+def _unchanged(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
+    assert case.unchanged is not None
+    if case.unchanged.get("shields") == "pairs" and not target.shields_pairs(kernel):
+        raise NotOffered(f"kernel {kernel} shields only keys that no query may attend to")
+    given = arguments_of(case, dtype, kernel)
+    name, place, values = case.unchanged["input"], case.unchanged["at"], case.unchanged["values"]
+    kept: dict[str, Any] = {
+        key: tuple(slice(*pair) for pair in where) for key, where in case.unchanged.get("only", {}).items()
+    }
+    reference = _call(target, case, given)
+    wrt = list(case.gradients)
+    cotangents = {key: rounded(np.ones(value.shape), str(value.dtype)) for key, value in reference.items()}
+    for key, where in kept.items():
+        part = np.zeros_like(cotangents[key])
+        part[where] = cotangents[key][where]
+        cotangents[key] = part
+    before = target.gradients(case.function, given, wrt, cotangents) if wrt else {}
+    for value in values:
+        moved = dict(given)
+        moved[name] = given[name].copy()
+        moved[name][tuple(slice(*pair) for pair in place)] = rounded(
+            np.float64({"nan": np.nan, "inf": np.inf}.get(value, value)) * np.ones(()), dtype
+        )
+        got = _call(target, case, moved)
+        for key, want in reference.items():
+            where = kept.get(key, ...)
+            check_exact(tally, f"{key} with {name} at {value}", got[key][where], want[where])
+        if wrt:
+            after = target.gradients(case.function, moved, wrt, cotangents)
+            for key, want in before.items():
+                check_exact(tally, f"gradient of {key} with {name} at {value}", after[key], want)
+
+
+Verb = Callable[[Case, Target, str, str, Tally], None]
+VERBS: dict[str, Verb] = {"agrees": _agrees, "equals": _equals, "refuses": _refuses, "unchanged": _unchanged}
+
+
+def run(
+    cases: Iterable[Case],
+    targets: Iterable[Target],
+    *,
+    all_kernels: bool = True,
+    seen: Callable[[Result], None] | None = None,
+) -> list[Result]:
+    """Every case on every target. `seen` is called with each result as it comes (a progress bar)."""
+    results = []
+    for target in targets:
+        for case in cases:
+            for result in run_case(case, target, all_kernels=all_kernels):
+                results.append(result)
+                if seen:
+                    seen(result)
+    return results

@@ -1,0 +1,172 @@
+"""What a run says: the table for the terminal, the JSON document, JUnit XML. The HTML page is in `report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from .runner import ABSENT, FAILED, PASSED, Result
+
+SCHEMA = 1
+
+
+def environment(targets: Sequence[Any]) -> dict[str, Any]:
+    """Machine and versions, without anything that names a person or a place."""
+    return {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "targets": {target.name: target.describe() for target in targets},
+    }
+
+
+def document(results: Sequence[Result], targets: Sequence[Any], level: str) -> dict[str, Any]:
+    """The JSON document of a run: per target its counts and every judged call; the same run gives the same bytes,
+    `seconds` aside."""
+    named = {}
+    for target in targets:
+        mine = [r for r in results if r.target == target.name]
+        cases = [
+            {
+                "id": r.case,
+                "rules": list(r.rules),
+                "function": r.function,
+                "dtype": r.dtype,
+                "kernel": r.kernel,
+                "status": r.status,
+                "share": float(f"{r.share:.4g}"),
+                "where": r.where,
+                "comparisons": r.comparisons,
+                "detail": r.detail,
+                "seconds": round(r.seconds, 4),
+            }
+            for r in mine
+        ]
+        named[target.name] = {"counts": counts(mine), "cases": cases}
+    return {"schema": SCHEMA, "level": level, "targets": named, "environment": environment(targets)}
+
+
+def counts(results: Sequence[Result]) -> dict[str, int]:
+    table = dict.fromkeys((PASSED, FAILED, ABSENT), 0)
+    for result in results:
+        table[result.status] += 1
+    return table | {"comparisons": sum(result.comparisons for result in results)}
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Whole or not at all: a temporary file beside it, renamed."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """To a file, or to standard output where the path is "-"."""
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        write_text(path, text)
+
+
+def write_junit(path: str | Path, results: Sequence[Result]) -> None:
+    """One test case per judged call; what is not offered is skipped."""
+    suites = ElementTree.Element("testsuites")
+    for target in sorted({r.target for r in results}):
+        mine = [r for r in results if r.target == target]
+        numbers = counts(mine)
+        suite = ElementTree.SubElement(
+            suites, "testsuite", name=target, tests=str(len(mine)), failures=str(numbers[FAILED]), skipped=str(numbers[ABSENT])
+        )  # fmt: skip
+        for r in mine:
+            node = ElementTree.SubElement(
+                suite, "testcase", classname=f"{target}.{r.function}", name=f"{r.case}[{r.dtype}-{r.kernel}]", time=f"{r.seconds:.4f}"
+            )  # fmt: skip
+            if r.status == FAILED:
+                ElementTree.SubElement(node, "failure", message=r.detail)
+            elif r.status == ABSENT:
+                ElementTree.SubElement(node, "skipped", message=r.detail)
+    write_text(path, ElementTree.tostring(suites, encoding="unicode"))
+
+
+GROUPS = (
+    ("attention", ("attention", "attention_weights", "attention_with_lse")),
+    ("masks", ("causal_mask", "sliding_window_mask", "padding_mask", "padding_mask_from_tokens", "segment_mask",
+               "prefix_mask", "from_blocked", "mask_to_bias", "positions_from_mask")),
+    ("encodings", ("embed", "sinusoidal_encoding", "rotary_frequencies", "rotary_tables", "apply_rotary",
+                   "permute_rotary", "alibi_slopes", "alibi_bias", "relative_buckets", "relative_bias")),
+    ("layers", ("softmax", "layer_norm", "rms_norm", "gelu", "silu", "relu", "dropout", "cross_entropy")),
+    ("random", ("split", "fold_in", "random_bits", "uniform", "normal", "bernoulli")),
+    ("models", ("Transformer",)),
+    ("training", ("Trainer",)),
+    ("signatures", ("signature",)),
+)  # fmt: skip
+
+
+def rows(results: Sequence[Result], target: str) -> list[dict[str, Any]]:
+    """Per group of functions: the counts, and the worst share of the budget with its case."""
+    table = []
+    for group, functions in GROUPS:
+        mine = [r for r in results if r.target == target and r.function in functions]
+        if not mine:
+            continue
+        judged = [r for r in mine if r.status != ABSENT]
+        worst = max(judged, key=lambda r: (r.status == FAILED, r.share), default=None)
+        table.append(
+            {
+                "group": group,
+                **counts(mine),
+                "share": worst.share if worst else 0.0,
+                "worst": f"{worst.case} ({worst.dtype}, {worst.kernel})" if worst else "",
+            }
+        )
+    return table
+
+
+def print_run(results: Sequence[Result], targets: Sequence[Any], failures: int = 20) -> None:
+    """A table per target, then the failures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 118)
+    for target in targets:
+        table = Table(title=f"{target.name}: {', '.join(f'{k} {v}' for k, v in target.describe().items())}")
+        for name in ("", "passed", "failed", "not offered", "compared", "budget used", "worst case"):
+            table.add_column(name, justify="left" if name in ("", "worst case") else "right", overflow="fold")
+        for row in rows(results, target.name):
+            style = "red" if row[FAILED] else ""
+            table.add_row(
+                row["group"], str(row[PASSED]), str(row[FAILED]), str(row[ABSENT]), str(row["comparisons"]),
+                f"{100 * min(row['share'], 1e4):.3g} %", row["worst"], style=style,
+            )  # fmt: skip
+        console.print(table)
+    wrong = [r for r in results if r.status == FAILED]
+    for r in wrong[:failures]:
+        console.print(
+            f"FAILED {r.target} {r.case} ({r.dtype}, {r.kernel}): {r.detail}",
+            style="red",
+            markup=False,
+            highlight=False,
+        )
+    if len(wrong) > failures:
+        console.print(f"... and {len(wrong) - failures} more failures; --json FILE has them all")
+    total = counts(results)
+    console.print(
+        f"{total[PASSED]} passed, {total[FAILED]} failed, {total[ABSENT]} not offered; {total['comparisons']} comparisons",
+        highlight=False,
+    )

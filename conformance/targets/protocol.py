@@ -1,0 +1,165 @@
+"""The protocol of a target, and how a name becomes one.
+
+A target is an importable module with some of the public names (`attention` alone is enough). `FRAMEWORK` says which
+arrays it takes: "numpy" (the default), "torch" or "jax". What it lacks is reported as not offered, never as passed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import numpy as np
+
+from ..functions import FUNCTIONS
+from ..inputs import Key
+
+# The names by which our own are known; "torch" and "jax" are shorthand on the command line.
+OURS = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax"}
+
+
+class NotOffered(Exception):
+    """The target does not claim this; the message says what it lacks."""
+
+
+class Target:
+    """A module seen through its framework's arrays. Subclasses say how arrays, gradients and compilers are reached."""
+
+    framework = "numpy"
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    # --- what it offers
+    def offers(self, function: str) -> bool:
+        return callable(getattr(self.module, function, None))
+
+    def kernels(self) -> list[str]:
+        """The kernels that a caller can ask for; a target without `available_kernels` has only its own choice."""
+        listing = getattr(self.module, "available_kernels", None)
+        return ["auto", *listing()] if callable(listing) else ["auto"]
+
+    def shields_pairs(self, kernel: str) -> bool:
+        """Whether NaN at any masked pair is without effect in this kernel; "auto" may be any of them."""
+        listing = getattr(self.module, "available_kernels", None)
+        if not callable(listing):
+            return False
+        known = listing()
+        chosen = known.values() if kernel == "auto" else [known[kernel]]
+        return all(getattr(one, "shields", "keys") == "pairs" for one in chosen)
+
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(getattr(self.module, "DTYPES", ("float64", "float32", "bfloat16", "float16")))
+
+    def require(self, function: str, arguments: dict[str, Any]) -> None:
+        """Raise NotOffered for a function, or an argument of it, that the target does not have."""
+        if not self.offers(function):
+            raise NotOffered(f"no function {function}")
+        try:
+            parameters = inspect.signature(getattr(self.module, function)).parameters
+        except (TypeError, ValueError):  # a compiled callable may hide its signature; then it is called as it is
+            return
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+        spec = FUNCTIONS[function]
+        missing = [name for name in arguments if name not in parameters and name not in spec.positional]
+        if missing:
+            raise NotOffered(f"{function} has no argument {', '.join(missing)}")
+
+    # --- arrays
+    def array(self, x: np.ndarray, *, strided: bool = False) -> Any:
+        return strided_copy(x) if strided else x
+
+    def numpy(self, x: Any) -> np.ndarray:
+        return np.asarray(x)
+
+    def native(self, x: Any, *, strided: bool = False) -> Any:
+        """Arrays (also in lists) and keys as the target takes them; numbers and strings as they are."""
+        if isinstance(x, Key):
+            return self.module.key(x.seed)
+        if isinstance(x, list):
+            return [self.native(item, strided=strided) for item in x]
+        return self.array(x, strided=strided) if isinstance(x, np.ndarray) else x
+
+    # --- calling
+    def call(self, function: str, arguments: dict[str, Any], *, strided: bool = False) -> dict[str, np.ndarray]:
+        positional, rest = self._split(function, arguments, strided)
+        return self._named(function, self._run(function, positional, rest))
+
+    def gradients(
+        self, function: str, arguments: dict[str, Any], wrt: list[str], cotangents: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """By argument name. A NumPy target has them in `gradients.<function>_vjp`."""
+        vjp = getattr(getattr(self.module, "gradients", None), f"{function}_vjp", None)
+        if vjp is None:
+            raise NotOffered(f"no gradients.{function}_vjp")
+        positional, rest = self._split(function, arguments, False)
+        with np.errstate(all="ignore"):
+            got = vjp(*cotangents.values(), *positional, **rest)
+        if not isinstance(got, dict):
+            spec = FUNCTIONS[function]
+            values = got if isinstance(got, tuple | list) else (got,)
+            got = dict(zip([n for n in spec.positional if n in spec.differentiable], values, strict=True))
+        return {name: np.asarray(got[name]) for name in wrt}
+
+    def _split(self, function: str, arguments: dict[str, Any], strided: bool) -> tuple[list[Any], dict[str, Any]]:
+        rest = {name: self.native(x, strided=strided) for name, x in arguments.items()}
+        positional = [rest.pop(name) for name in FUNCTIONS[function].positional if name in rest]
+        return positional, rest
+
+    def _run(self, function: str, positional: list[Any], rest: dict[str, Any]) -> Any:
+        with np.errstate(all="ignore"):
+            return getattr(self.module, function)(*positional, **rest)
+
+    def _named(self, function: str, got: Any) -> dict[str, np.ndarray]:
+        names = FUNCTIONS[function].results
+        values = got if isinstance(got, tuple | list) else (got,)
+        if len(values) != len(names):
+            raise TypeError(f"{function} must return {len(names)} array(s) ({', '.join(names)}); got {len(values)}")
+        return {name: self.numpy(value) for name, value in zip(names, values, strict=True)}
+
+    def scope(self, dtype: str) -> Any:
+        """A context in which the dtype can be computed with (JAX: x64 on for float64)."""
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def describe(self) -> dict[str, Any]:
+        return {"framework": "numpy", "version": np.__version__}
+
+
+def strided_copy(x: np.ndarray) -> np.ndarray:
+    """The same values at every second place of a larger buffer: what a kernel that assumes contiguity reads wrong."""
+    if x.ndim == 0:
+        return x
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def load(name: str) -> Target:
+    """A target by module name ("my_package.attention"), or "numpy", "torch", "jax" for ours."""
+    module_name = OURS.get(name, name)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ImportError(f"target {name!r} cannot be imported: {error}") from error
+    return wrap(module, module_name)
+
+
+def wrap(module: Any, name: str) -> Target:
+    """The adapter for the module's framework."""
+    framework = getattr(module, "FRAMEWORK", None) or {v: k for k, v in OURS.items()}.get(name, "numpy")
+    if framework == "numpy":
+        return Target(module, name)
+    if framework == "torch":
+        from .torch_target import TorchTarget
+
+        return TorchTarget(module, name)
+    if framework == "jax":
+        from .jax_target import JaxTarget
+
+        return JaxTarget(module, name)
+    raise ValueError(f"{name}.FRAMEWORK must be 'numpy', 'torch' or 'jax'; got {framework!r}")

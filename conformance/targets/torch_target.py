@@ -1,0 +1,62 @@
+"""A target that takes torch tensors; gradients by autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..functions import FUNCTIONS
+from .protocol import NotOffered, Target
+
+
+class TorchTarget(Target):
+    framework = "torch"
+
+    def __init__(self, module: Any, name: str, device: str = "cpu") -> None:
+        super().__init__(module, name)
+        self.device = torch.device(device)
+
+    def array(self, x: np.ndarray, *, strided: bool = False) -> torch.Tensor:
+        if x.dtype == ml_dtypes.bfloat16:
+            tensor = torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(np.array(x))
+        if strided and tensor.ndim:
+            wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+            wide[..., ::2] = tensor
+            tensor = wide[..., ::2]
+        return tensor.to(self.device)
+
+    def numpy(self, x: Any) -> np.ndarray:
+        if not isinstance(x, torch.Tensor):
+            return np.asarray(x)
+        x = x.detach().cpu().contiguous()
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+    def gradients(
+        self, function: str, arguments: dict[str, Any], wrt: list[str], cotangents: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        native = {name: self.native(x) for name, x in arguments.items()}
+        leaves = {name: native[name].requires_grad_() for name in wrt}
+        positional = [native.pop(name) for name in FUNCTIONS[function].positional if name in native]
+        got = self._run(function, positional, native)
+        outs = got if isinstance(got, tuple | list) else (got,)
+        if not all(out.requires_grad for out in outs):
+            raise NotOffered(f"{function} has no gradient")
+        given = [self.array(x).to(out.dtype) for x, out in zip(cotangents.values(), outs, strict=True)]
+        grads = torch.autograd.grad(outs, list(leaves.values()), given, allow_unused=True)
+        return {
+            name: np.zeros(leaf.shape) if grad is None else self.numpy(grad)
+            for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+        }
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "framework": "torch",
+            "version": torch.__version__,
+            "device": str(self.device),
+            "threads": torch.get_num_threads(),
+        }
