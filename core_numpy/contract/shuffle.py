@@ -1,0 +1,46 @@
+"""Random order without a framework: the bits of Threefry-2x32, so that every backend reads the same data.
+
+The order is a function of (seed, epoch) alone: a run resumes from one integer, its position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .checks.common import require_int
+
+# Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 3 and section 4.2.
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+_MASK = 0xFFFFFFFF
+
+
+def threefry2x32(key: tuple[int, int], x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Twenty rounds over two uint32 arrays of equal shape: two uint32 arrays of random bits."""
+    words = [np.uint32(word) for word in (*key, key[0] ^ key[1] ^ _PARITY)]
+    x0, x1 = x0 + words[0], x1 + words[1]  # uint32 arrays wrap
+    for block in range(5):
+        for turn in _ROTATIONS[block % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(turn)) | (x1 >> np.uint32(32 - turn))) ^ x0
+        x0 = x0 + words[(block + 1) % 3]
+        x1 = x1 + words[(block + 2) % 3] + np.uint32(block + 1)
+    return x0, x1
+
+
+def random_words(seed: int, stream: int, size: int) -> np.ndarray:
+    """`size` uint64 words: number i is Threefry of (i >> 32, i) under the key Threefry(seed)(0, stream)."""
+    seed = require_int("seed", seed, 0)
+    base = ((seed >> 32) & _MASK, seed & _MASK)
+    zero, number = np.zeros(1, np.uint32), np.array([stream & _MASK], np.uint32)
+    k0, k1 = threefry2x32(base, zero, number)
+    index = np.arange(size, dtype=np.uint64)
+    high, low = threefry2x32(
+        (int(k0[0]), int(k1[0])), (index >> np.uint64(32)).astype(np.uint32), index.astype(np.uint32)
+    )
+    return (high.astype(np.uint64) << np.uint64(32)) | low
+
+
+def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The numbers 0 to size - 1 in random order, int64: those of `random_words(seed, epoch, size)`, sorted."""
+    return np.argsort(random_words(seed, epoch, size), kind="stable")
