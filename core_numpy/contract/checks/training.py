@@ -12,7 +12,7 @@ from .model import CallPlan, check_model_call, check_model_positions
 
 # Ids that need no target: what loss_and_gradients leaves out of the mean (PyTorch's convention).
 IGNORED = -100
-_FIELDS = ("tokens", "targets", "lengths", "segments", "context", "context_lengths")
+_FIELDS = ("tokens", "targets", "lengths", "segments", "positions", "context", "context_lengths")
 
 
 def check_batch(config: ModelConfig, batch: Any, *, dropout_key: Any, dtype: str, values: Values) -> None:
@@ -33,7 +33,7 @@ def check_batch(config: ModelConfig, batch: Any, *, dropout_key: Any, dtype: str
         mask=None,
         kv_lengths=batch.get("lengths"),
         segments=batch.get("segments"),
-        positions=None,
+        positions=batch.get("positions"),
         cache=None,
         dropout_key=dropout_key,
         context=batch.get("context"),
@@ -58,13 +58,39 @@ def check_accumulation(rows: int, accumulate: int) -> None:
 
 
 def check_trainer(model: Any, config: Any) -> None:
-    """`Trainer(model, config)`: a Transformer with a head, a TrainConfig."""
+    """`Trainer(model, config)`: a Transformer with a head, a TrainConfig, and parameters in the master's dtype.
+
+    Parameters, moments and averages are kept in float32 (float64 for precision="float64"), and cast for each pass.
+    """
     if not isinstance(config, TrainConfig):
         raise TypeError(f"config must be a TrainConfig; got {came(config)}")
     if not isinstance(getattr(model, "config", None), ModelConfig):
         raise TypeError(f"model must be a Transformer; got {type(model).__name__}")
     if model.config.head == "none":
         raise ValueError("model must have head='lm' or 'classifier' to have a loss; got head='none'")
+    master = "float64" if config.precision == "float64" else "float32"
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype != master:
+        raise TypeError(
+            f"model must have dtype {master} for precision={config.precision!r}, the dtype in which parameters are "
+            f"kept between steps; got {dtype}"
+        )
+
+
+def check_batches(batches: Any) -> None:
+    """`fit` and `evaluate` take an iterable of batches, not one batch."""
+    if isinstance(batches, dict) or not hasattr(batches, "__iter__"):
+        raise TypeError(f"batches must be an iterable of batches (dicts); got {came(batches)}")
+
+
+def check_finite(step: int, names: list[str]) -> None:
+    """Stop at gradients that are NaN or infinite: the sentence names the update and the parameters."""
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise FloatingPointError(
+            f"gradients must be finite; got NaN or infinity at update {step} in {shown}. nonfinite='skip' leaves such "
+            "steps out"
+        )
 
 
 def check_cache(config: Any, batch: Any, capacity: Any, dtype: Any) -> int:
