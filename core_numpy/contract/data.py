@@ -163,7 +163,7 @@ def pack_documents(documents: Sequence[Any], length: int) -> Batch:
 
     A document longer than a row is cut into pieces of `length`. Pieces fill rows in order, each whole in one row; what
     is left of a row is padding (token 0, segment -1, position 0, target -100). Positions count from 0 in each piece,
-    segments in each row. A target is the document's next token, also where a piece was cut; a document's last has none (-100).
+    segments in each row. A target is the document's next token, also where a piece was cut; its last token has -100.
     """
     length = require_int("length", length, 1)
     rows: list[Batch] = []
