@@ -66,7 +66,8 @@ def run(argv: Sequence[str]) -> int:
     if not cases and not model_cases:
         raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
     if options.list:
-        for case in [*cases, *model_cases]:
+        every: list[Any] = [*cases, *model_cases]
+        for case in every:
             print(f"{case.id:44} {case.function:22} {', '.join(case.rules)}")
         return 0
     targets = [load(name) for name in options.targets or installed()]
@@ -98,7 +99,8 @@ class _progress:
     """A bar on a terminal, silence elsewhere."""
 
     def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.bar = total, None
+        self.total = total
+        self.bar: Any = None
         self.quiet = quiet or not sys.stderr.isatty()
 
     def __enter__(self) -> Callable[[str], None]:

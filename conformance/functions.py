@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The functions whose budget is written out; the others are measured (budget.py).
 ATTENTION = ("attention", "attention_weights", "attention_with_lse")
 
 
@@ -26,6 +27,7 @@ FUNCTIONS: dict[str, Function] = {
     "attention": Function(("q", "k", "v"), ("out",), ("q", "k", "v", "bias", "sinks")),
     "attention_weights": Function(("q", "k"), ("weights",), ("q", "k", "bias", "sinks")),
     "attention_with_lse": Function(("q", "k", "v"), ("out", "lse"), ("q", "k", "v", "bias", "sinks")),
+    "merge_attention": Function(("outs", "lses"), ("out", "lse")),
     # masks
     "causal_mask": Function(("T", "S"), ("mask",), exact=True),
     "sliding_window_mask": Function(("T", "S"), ("mask",), exact=True),

@@ -93,13 +93,30 @@ def pull_back(function: str, arguments: dict[str, Any], wrt: list[str], cotangen
     return {name: np.asarray(got[name]) for name in wrt}
 
 
+def _floats(arguments: dict[str, Any]) -> Arrays:
+    """The float arrays among the arguments, those inside lists by name and place."""
+    found = {}
+    for name, x in arguments.items():
+        items = {f"{name}.{i}": item for i, item in enumerate(x)} if isinstance(x, list) else {name: x}
+        found |= {n: item for n, item in items.items() if isinstance(item, np.ndarray) and item.dtype == np.float64}
+    return found
+
+
+def _with(arguments: dict[str, Any], moved: Arrays) -> dict[str, Any]:
+    """The arguments with the arrays of `_floats` replaced."""
+    return {
+        name: [moved.get(f"{name}.{i}", item) for i, item in enumerate(x)] if isinstance(x, list) else moved.get(name, x)
+        for name, x in arguments.items()
+    }
+
+
 def _general(
     function: str, arguments: dict[str, Any], results: Arrays, wrt: list[str], cotangents: Arrays, dtype: str
 ) -> Expected:
-    floats = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype == np.float64}
+    floats = _floats(arguments)
 
     def forward(moved: Arrays) -> Arrays:
-        return call(function, {**arguments, **moved})
+        return call(function, _with(arguments, moved))
 
     bounds = budget.perturbation_bounds(forward, floats, results, dtype)
     if not wrt:
@@ -108,7 +125,7 @@ def _general(
     def backward(moved: Arrays) -> Arrays:
         inner = {name: x for name, x in moved.items() if name in floats}
         outer = {name: moved.get(f"grad {name}", x) for name, x in cotangents.items()}
-        return pull_back(function, {**arguments, **inner}, wrt, outer)
+        return pull_back(function, _with(arguments, inner), wrt, outer)
 
     gradients = backward({})
     everything = floats | {f"grad {name}": x for name, x in cotangents.items()}

@@ -1,4 +1,4 @@
-"""The public surface: the same names with the same parameters, kinds and defaults, in the same order, in every backend."""
+"""The public surface: the same names, with the same parameters, kinds and defaults, in the same order."""
 
 from __future__ import annotations
 
