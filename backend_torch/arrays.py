@@ -1,0 +1,76 @@
+"""Into torch, out of torch, and what can be read on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> torch.Tensor:
+    """A tensor with a copy of x's values; bfloat16 arrays (ml_dtypes) keep their bits.
+
+    x: anything NumPy takes. dtype: a name such as "float32", or None for x's own. device: None for the CPU.
+    """
+    array = np.asarray(x)
+    if array.dtype.name == "bfloat16":
+        tensor = torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(np.array(array))  # a copy: the tensor never shares the caller's memory
+    return tensor.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """The values as a NumPy array on the host; bfloat16 becomes ml_dtypes.bfloat16, bit for bit."""
+    host = x.detach().cpu().resolve_conj().resolve_neg()
+    if host.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return host.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+    return host.numpy().copy()
+
+
+def wait(x: Any) -> Any:
+    """Return x once the device that holds it has finished; a clock may be read after it.
+
+    x: a tensor, or lists, tuples and dicts of them.
+    """
+    if isinstance(x, torch.Tensor):
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        elif x.device.type == "mps":
+            torch.mps.synchronize()
+    elif isinstance(x, dict):
+        wait(list(x.values()))
+    elif isinstance(x, list | tuple):
+        for item in x:
+            wait(item)
+    return x
+
+
+def describe() -> dict[str, Any]:
+    """Framework, version, device and threads, as a report prints them."""
+    cuda = torch.cuda.is_available()
+    return {
+        "framework": "torch",
+        "version": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def values(x: torch.Tensor) -> np.ndarray | None:
+    """x on the host for a check, or None where there is nothing to read yet or reading would wait for a device.
+
+    None for meta and fake tensors, tensors under torch.func transforms, tensors on an accelerator, and while
+    torch.compile or torch.export traces.
+    """
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if x.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    if torch._C._len_torch_dispatch_stack():  # FakeTensorMode and its like: values are not looked at
+        return None
+    x = x.detach()
+    return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()

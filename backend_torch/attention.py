@@ -1,0 +1,244 @@
+"""Attention in torch. Rules: core_numpy.attention. Arguments are checked here, once; kernels.py chooses a kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_numpy.contract.checks.attention import AttentionPlan, attention_plan, check_merge
+from core_numpy.contract.checks.kernels import Kernel, check_kernel
+
+from .arrays import values
+from .dense import accumulation, dense
+from .flex import flex
+from .fused import sdpa
+from .kernels import KERNELS, Call, choose, explain
+from .registered import blockwise
+from .visibility import Visibility
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    kv_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Tensor | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """softmax(scale * q k^T + bias, over the keys that a query may attend to) v.
+
+    q (..., H, T, D), k (..., G, S, D), v (..., G, S, Dv) -> (..., H, T, Dv) in q's dtype. Rules:
+    core_numpy.attention. Native: torch's fused kernels where they can say the arguments (`explain_kernel`), in
+    every case the same meaning; works under torch.compile, torch.export and torch.func. Autocast does not reach
+    inside: q's dtype decides.
+    """
+    call = _call(
+        q, k, v, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
+        softcap, dropout_rate, dropout_key, kernel,
+    )  # fmt: skip
+    with _as_given(q):
+        out, _ = _run(choose(kernel, call), call)
+    return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    kv_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Tensor | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """The weights of `attention`, per head, before dropout: (..., H, T, S) in q's dtype. Rules: core_numpy.attention.
+
+    They are what they are, whole, so every kernel's weights come from the formula itself.
+    """
+    call = _call(
+        q, k, None, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
+        softcap, dropout_rate, dropout_key, kernel,
+    )  # fmt: skip
+    choose(kernel, call)
+    with _as_given(q):
+        weights = dense(call, value=False)[2]
+    return weights.reshape(call.plan.scores_shape)
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    kv_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Tensor | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(out, lse): `attention` and the logarithm of its denominators. Rules: core_numpy.attention.
+
+    out (..., H, T, Dv) in q's dtype; lse (..., H, T) float32, float64 for float64. Both have gradients.
+    """
+    call = _call(
+        q, k, v, True, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
+        softcap, dropout_rate, dropout_key, kernel,
+    )  # fmt: skip
+    with _as_given(q):
+        out, lse = _run(choose(kernel, call), call)
+    return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) over all keys from those over parts of the keys. Rules: core_numpy.attention.
+
+    lse = logsumexp(lses);  out = sum_i exp(lse_i - lse) * out_i. Each out (..., H, T, Dv), each lse (..., H, T).
+    """
+    check_merge(outs, lses)
+    acc = accumulation(outs[0].dtype)
+    logs = torch.stack([x.to(acc) for x in lses])
+    top = logs.detach().amax(0)
+    top = top.where(top > -torch.inf, 0.0)
+    powers = torch.exp(logs - top)
+    total = powers.sum(0)
+    some = total > 0  # selected before division and logarithm, whose derivatives at 0 would be NaN
+    total = total.where(some, 1.0)
+    parts = torch.stack([x.to(acc) for x in outs])
+    out = ((powers / total)[..., None] * parts).sum(0)
+    return out.to(outs[0].dtype), (total.log() + top).where(some, -torch.inf)
+
+
+def available_kernels() -> dict[str, Kernel]:
+    """Name -> what the kernel cannot serve, whether it differentiates twice, how far it shields from NaN."""
+    return dict(KERNELS)
+
+
+def explain_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    kv_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Tensor | None = None,
+    kernel: str = "auto",
+) -> str:
+    """One sentence per kernel: which `attention` would choose for these arguments, and why not the others."""
+    call = _call(
+        q, k, v, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
+        softcap, dropout_rate, dropout_key, kernel,
+    )  # fmt: skip
+    return explain(kernel, call)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor | None, wants_lse: bool, mask: Any, bias: Any, causal: Any, window: Any,
+    q_offset: Any, kv_lengths: Any, q_segments: Any, kv_segments: Any, sinks: Any, scale: Any, softcap: Any,
+    dropout_rate: Any, dropout_key: Any, kernel: Any,
+) -> Call:  # fmt: skip
+    """Check, and merge the batch axes into one."""
+    plan = attention_plan(
+        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, values=values,
+    )  # fmt: skip
+    check_kernel(kernel, KERNELS)
+    left, right = plan.window or (None, None)
+    right = 0 if plan.causal else right
+    offset: int | Tensor = 0
+    if left is not None or right is not None:
+        offset = q_offset.reshape(-1) if plan.q_offset is None else plan.q_offset
+    if q.dim() == 4:
+        mask, bias = (x if x is None or x.dim() == 4 else x[None, None] for x in (mask, bias))
+    else:
+        N = math.prod(plan.batch)
+        q, k = q.reshape(N, plan.H, plan.T, plan.D), k.reshape(N, plan.G, plan.S, plan.D)
+        v = None if v is None else v.reshape(N, plan.G, plan.S, plan.Dv)
+        mask, bias = _merge(mask, plan), _merge(bias, plan)
+        kv_lengths = None if kv_lengths is None else kv_lengths.reshape(N)
+        q_segments = None if q_segments is None else q_segments.reshape(N, plan.T)
+        kv_segments = None if kv_segments is None else kv_segments.reshape(N, plan.S)
+        sinks = None if sinks is None else sinks.reshape(plan.H)
+    see = Visibility(left, right, offset, kv_lengths, q_segments, kv_segments, mask, bias)
+    return Call(q, k, q[..., :0] if v is None else v, see, sinks, dropout_key, plan, wants_lse)
+
+
+def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:
+    """A mask or bias with its batch axes merged: (N or 1, H or 1, T or 1, S or 1)."""
+    if x is None:
+        return None
+    if x.dim() == 2:
+        return x[None, None]
+    axes, rest = x.shape[: len(plan.batch)], x.shape[len(plan.batch) :]
+    if all(size == 1 for size in axes):
+        axes = ()
+    else:
+        x, axes = x.expand(*plan.batch, *rest), plan.batch
+    return x.reshape(math.prod(axes), *((1,) * (3 - len(rest))), *rest)
+
+
+def _run(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
+    if call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0:
+        out, lse, _ = dense(call)  # empty sums: there is nothing for a kernel to do
+    elif kernel == "sdpa":
+        return sdpa(call), None
+    elif kernel == "blockwise":
+        return blockwise(call)
+    elif kernel == "flex":
+        return flex(call)
+    else:
+        out, lse, _ = dense(call)
+    return out, lse
+
+
+def _as_given(q: Tensor) -> Any:
+    """Autocast switched off: it would round float32 down although the contract says that q's dtype decides."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

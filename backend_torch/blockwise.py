@@ -1,0 +1,157 @@
+"""Attention piece by piece in linear memory, with its own backward pass; one opaque operation to torch.
+
+As a registered operation it goes through torch.compile, torch.export and torch.func as one node: the pieces are
+found when it runs, so lengths may change without compiling again and values of lengths and segments are at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .dense import accumulation
+from .pieces import Piece, pieces
+from .tiles import Problem, flash_backward, flash_forward, own_backward, own_forward, tile
+from .visibility import Visibility, part
+
+# Scores alive at a time in the own path, in elements: measured best of 1/4 to 8 Mi on two cores (stays in cache).
+ALIVE = 1 << 20
+# Rows of a masked piece for the fused kernel: its mask is rows times keys, and a band is as much wider than its window.
+ROWS = 256
+
+
+@torch.library.custom_op("backend_torch::blockwise", mutates_args=())
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, offsets: Tensor | None,
+    lengths: Tensor | None, q_segments: Tensor | None, kv_segments: Tensor | None, sinks: Tensor | None,
+    key: Tensor | None, left: int | None, right: int | None, offset: int, scale: float, softcap: float | None,
+    rate: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (N, H, T, Dv) and lse (N, H, T)."""
+    p = _problem(q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset,
+                 scale, softcap, rate)  # fmt: skip
+    flash, masks = _fusible(p), {}
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation(q.dtype))
+    for piece in _pieces(p, flash):
+        t = tile(p, piece, masks)
+        values, logs = flash_forward(p, t) if flash else own_forward(p, t)
+        if _covers(p, piece) and values.dtype == q.dtype:
+            out, lse = values.contiguous(), logs.contiguous()
+            break
+        part(out, piece.n, (0, out.shape[1]), piece.q).copy_(values)
+        part(lse, piece.n, (0, out.shape[1]), piece.q).copy_(logs)
+    if sinks is not None:
+        _join_sinks(out, lse, sinks.to(lse.dtype)[:, None], flash)
+    return out, lse
+
+
+def _join_sinks(out: Tensor, lse: Tensor, sink: Tensor, flash: bool) -> None:
+    """The fused kernel knows no sinks: its denominator grows by exp(sink). Rows in no piece have the sink alone."""
+    if not flash:
+        lse.copy_(lse.where(lse > -torch.inf, sink))
+        return
+    joint = torch.logaddexp(lse, sink)
+    out *= torch.exp(lse - joint.masked_fill(joint == -torch.inf, 0.0))[..., None]
+    lse.copy_(joint)
+
+
+@torch.library.custom_op("backend_torch::blockwise_backward", mutates_args=())
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, to_bias: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, offsets: Tensor | None,
+    lengths: Tensor | None, q_segments: Tensor | None, kv_segments: Tensor | None, sinks: Tensor | None,
+    key: Tensor | None, left: int | None, right: int | None, offset: int, scale: float, softcap: float | None,
+    rate: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, bias and sinks; of bias and sinks an empty tensor where there is none to give."""
+    p = _problem(q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset,
+                 scale, softcap, rate)  # fmt: skip
+    acc = lse.dtype
+    # The fused backward pass knows neither the derivative of lse nor of the bias.
+    flash = _fusible(p) and grad_lse is None and not to_bias
+    # A row without keys: any finite lse gives exp(-inf - lse) = 0.
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    delta = None
+    if not flash or sinks is not None:
+        delta = torch.linalg.vecdot(grad.to(acc), out.to(acc))
+        delta = delta if grad_lse is None else delta - grad_lse
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=acc) for x in (q, k, v))
+    dbias = torch.zeros_like(bias, dtype=acc) if to_bias and bias is not None else q.new_empty(0)
+    heads, masks = (0, q.shape[1]), {}
+    for piece in _pieces(p, flash):
+        t = tile(p, piece, masks)
+        g, l = (part(x, piece.n, heads, piece.q) for x in (grad, finite))
+        if flash:
+            parts = flash_backward(p, t, g, part(out, piece.n, heads, piece.q), l)
+            if _covers(p, piece):
+                dq, dk, dv = parts
+                break
+        else:
+            *parts, term = own_backward(p, t, g, part(delta, piece.n, heads, piece.q), l)
+            if to_bias and term is not None:
+                target = part(dbias, piece.n, (0, dbias.shape[1]), piece.q, piece.k)
+                target += (
+                    term.sum([a for a in range(4) if dbias.shape[a] == 1], keepdim=True) if 1 in dbias.shape else term
+                )
+        part(dq, piece.n, heads, piece.q).copy_(parts[0])
+        for whole, piece_grad in ((dk, parts[1]), (dv, parts[2])):
+            part(whole, piece.n, (0, whole.shape[1]), piece.k).add_(piece_grad)
+    dsinks = q.new_empty(0)
+    if sinks is not None:
+        dsinks = -(torch.exp(sinks.to(acc)[:, None] - finite) * delta).sum((0, 2)).to(sinks.dtype)
+    if to_bias and bias is not None:
+        dbias = dbias.to(bias.dtype)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias, dsinks
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, offsets: Tensor | None,
+    lengths: Tensor | None, q_segments: Tensor | None, kv_segments: Tensor | None, sinks: Tensor | None,
+    key: Tensor | None, left: int | None, right: int | None, offset: int, scale: float, softcap: float | None,
+    rate: float,
+) -> Problem:  # fmt: skip
+    see = Visibility(left, right, offset if offsets is None else offsets, lengths, q_segments, kv_segments, mask, bias)
+    # The fused kernel wants features next to each other.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return Problem(q, k, v, see, scale, softcap, sinks, key, rate)
+
+
+def _fusible(p: Problem) -> bool:
+    """Whether torch's fused CPU kernel can say a piece. Its half-precision results would be rounded twice by sinks."""
+    halves = p.q.dtype in (torch.float16, torch.bfloat16)
+    return (
+        p.q.device.type == "cpu"
+        and p.softcap is None
+        and p.rate == 0.0
+        and p.q.shape[-1] == p.v.shape[-1]
+        and not (halves and p.sinks is not None)
+    )
+
+
+def _covers(p: Problem, piece: Piece) -> bool:
+    """Whether one piece is the whole call."""
+    N, T, S = p.q.shape[0], p.q.shape[2], p.k.shape[2]
+    return piece.n == (0, N) and piece.q == (0, T) and piece.k == (0, S)
+
+
+def _pieces(p: Problem, flash: bool) -> Iterator[Piece]:
+    """The pieces, small enough in queries and batch elements that their scores (or masks) stay in cache."""
+    (N, H, T, _), S = p.q.shape, p.k.shape[2]
+    left, right = p.see.left, p.see.right
+    band = S if left is None or right is None else left + right
+    if flash:
+        rows = max(64, min(ROWS, band // 4))
+        rows -= rows % 32
+    else:
+        rows = max(16, min(ROWS, band // 2, ALIVE // (H * min(S, band + 64)))) if band else 64
+    for piece in pieces(p.see, N, T, S, rows, whole=flash):
+        if flash and piece.kind != "mask":
+            yield piece
+            continue
+        scores = H * (piece.q[1] - piece.q[0]) * (piece.k[1] - piece.k[0])
+        step = max(1, ALIVE // scores)
+        for n in range(piece.n[0], piece.n[1], step):
+            yield Piece((n, min(n + step, piece.n[1])), piece.q, piece.k, piece.kind)

@@ -1,0 +1,81 @@
+"""The formula as it stands: every score at once, differentiable any number of times."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .random import uniform_at
+from .visibility import seen, visible
+
+
+def dense(call, *, value: bool = True) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(out, lse, weights) of a call; memory (N, H, T, S). out is None with value=False.
+
+    s = scale * q·k;  s = softcap * tanh(s / softcap);  s += bias;  w = exp(s - m) / (sum exp(s - m) + exp(sink - m))
+    out (N, H, T, Dv) and weights (N, H, T, S) in q's dtype, rounded once; lse (N, H, T) in the accumulation dtype.
+    Keys that no query may attend to are taken out of k and v; masked scores are replaced, never multiplied away.
+    """
+    q, k, v, plan = call.q, call.k, call.v, call.plan
+    N, H, T, _ = q.shape
+    G, S = k.shape[1], k.shape[2]
+    acc = accumulation(q.dtype)
+    vis = visible(call.see, q.device, (0, N), (0, T), (0, S))
+    if vis is not None:
+        alive = seen(vis, G)
+        k = k.where(alive, 0.0)
+        v = v.where(alive, 0.0) if value else v
+    scores = grouped(q.to(acc), G) @ k.to(acc).mT
+    scores = scores.reshape(N, H, T, S) * plan.scale
+    if plan.softcap is not None:
+        scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    if call.see.bias is not None:
+        scores = scores + call.see.bias.to(acc)
+    if vis is not None:
+        scores = scores.where(vis, -torch.inf)
+    weights, lse = _softmax(scores, None if call.sinks is None else call.sinks.to(acc)[:, None, None])
+    if not value:
+        return None, lse, weights.to(q.dtype)
+    used = weights
+    if plan.dropout_rate > 0:
+        index = torch.arange(N * H * T * S, device=q.device).reshape(N, H, T, S)
+        used = weights * kept(call.key, index, plan.dropout_rate, acc)
+    out = (grouped(used, G) @ v.to(acc)).reshape(N, H, T, v.shape[-1])
+    return out.to(q.dtype), lse, weights.to(q.dtype)
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and log-sum-exp over the last axis; a row of -inf alone has weights 0 and lse -inf, gradients 0."""
+    if scores.shape[-1]:
+        top = scores.detach().amax(-1, keepdim=True)
+    else:
+        top = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if sink is not None:
+        top = torch.maximum(top, sink.detach())
+    top = top.where(top > -torch.inf, 0.0)
+    powers = torch.exp(scores - top)
+    total = powers.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    # Both selections stand before the division and the logarithm: their derivatives at 0 would be NaN.
+    some = total > 0
+    total = total.where(some, 1.0)
+    lse = (total.log() + top).where(some, -torch.inf)
+    return powers / total, lse.squeeze(-1)
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """Scores and statistics: float32 at least, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def grouped(x: Tensor, G: int) -> Tensor:
+    """(N, H, T, D) -> (N, G, H/G * T, D): query heads of one key head become rows, so keys are not repeated."""
+    N, H, T, D = x.shape
+    return x if H == G else x.reshape(N, G, (H // G) * T, D)
+
+
+def kept(key: Tensor, index: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+    """Factor of each weight: 1 / (1 - rate) where `uniform[index] < 1 - rate`, else 0."""
+    keep = 1.0 - rate
+    return (uniform_at(key, index) < keep).to(dtype) * (1.0 / keep if keep > 0 else 0.0)

@@ -1,0 +1,177 @@
+"""One piece of attention, forward and backward: torch's fused CPU kernel where it can say it, else three products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .dense import accumulation, grouped, kept
+from .pieces import Piece
+from .visibility import Visibility, part, seen, visible
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A whole call, (N, heads, length, size), and its numbers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    see: Visibility
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    key: Tensor | None = None
+    rate: float = 0.0
+
+    def cut(self, p: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys = (self.q.shape[1],), p.k
+        q = part(self.q, p.n, (0, *rows), p.q)
+        k, v = (part(x, p.n, (0, x.shape[1]), keys) for x in (self.k, self.v))
+        return q, k, v
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The inputs of one piece; mask is None where everything is visible."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    piece: Piece
+
+
+def tile(p: Problem, piece: Piece, masks: dict[tuple[int, ...], Tensor]) -> Tile:
+    """Cut a piece out, with its mask, and with the keys that none of its queries may see taken out of k and v."""
+    q, k, v = p.cut(piece)
+    if piece.kind == "full":
+        return Tile(q, k, v, None, piece)
+    see, (i0, i1), (j0, j1) = p.see, piece.q, piece.k
+    plain = see.mask is None and see.bias is None and not see.ragged
+    if plain and isinstance(see.offset, int):  # inner pieces of a band share one mask, and have no unseen keys
+        name = (i1 - i0, j1 - j0, i0 + see.offset - j0)
+        if name not in masks:
+            masks[name] = visible(see, q.device, piece.n, piece.q, piece.k)
+        return Tile(q, k, v, masks[name], piece)
+    mask = visible(see, q.device, piece.n, piece.q, piece.k)
+    alive = seen(mask, k.shape[1])
+    if q.is_cuda or not bool(alive.all()):
+        k, v = k.where(alive, 0.0), v.where(alive, 0.0)
+    return Tile(q, k, v, mask, piece)
+
+
+def additive(p: Problem, t: Tile) -> Tensor | None:
+    """Mask and bias as one term for the fused kernel, (n or 1, H or 1, i, j) in the accumulation dtype."""
+    if t.mask is None:
+        return None
+    acc = accumulation(t.q.dtype)
+    if p.see.bias is not None:
+        bias = part(p.see.bias, t.piece.n, (0, p.see.bias.shape[1]), t.piece.q, t.piece.k).to(acc)
+        term = bias.where(t.mask, -torch.inf)
+    else:
+        term = torch.zeros(t.mask.shape, dtype=acc).masked_fill_(~t.mask, -torch.inf)
+    return term.expand(*term.shape[:2], t.q.shape[2], t.k.shape[2])
+
+
+def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a piece by the fused kernel, which reports lse 0 for a row without keys: -inf here."""
+    if t.piece.kind == "diagonal":
+        return _FLASH(t.q, t.k, t.v, 0.0, True, scale=p.scale)
+    out, lse = _FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=additive(p, t), scale=p.scale)
+    if t.mask is not None:
+        lse = lse.where(t.mask.any(-1), -torch.inf)
+    return out, lse
+
+
+def flash_backward(p: Problem, t: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a piece's q, k, v; lse is that of the whole row, finite."""
+    causal = t.piece.kind == "diagonal"
+    term = None if causal else additive(p, t)
+    return _FLASH_BACKWARD(grad, t.q, t.k, t.v, out, lse, 0.0, causal, attn_mask=term, scale=p.scale)
+
+
+def scores(p: Problem, t: Tile) -> tuple[Tensor, Tensor | None]:
+    """Masked scores (n, H, i, j) in the accumulation dtype, and tanh(s / softcap) where there is a cap."""
+    acc = accumulation(t.q.dtype)
+    (n, H, i, _), G, j = t.q.shape, t.k.shape[1], t.k.shape[2]
+    s = _product(grouped(t.q.to(acc), G), t.k.to(acc).mT, p.scale).view(n, H, i, j)
+    bent = None
+    if p.softcap is not None:
+        bent = s.div_(p.softcap).tanh_()
+        s = bent * p.softcap
+    if p.see.bias is not None:
+        s += part(p.see.bias, t.piece.n, (0, p.see.bias.shape[1]), t.piece.q, t.piece.k)
+    if t.mask is not None:
+        s.masked_fill_(~t.mask, -torch.inf)
+    return s, bent
+
+
+def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * a @ b over (n, heads, ...), the scale inside the product."""
+    n, heads = a.shape[:2]
+    a, b = a.reshape(n * heads, *a.shape[2:]), b.reshape(n * heads, *b.shape[2:])
+    c = torch.bmm(a, b) if scale == 1.0 else torch.baddbmm(a.new_empty(1), a, b, beta=0.0, alpha=scale)
+    return c.view(n, heads, *c.shape[1:])
+
+
+def dropped(p: Problem, t: Tile) -> Tensor:
+    """The dropout factor of each weight of a piece, by the weight's place in the whole call."""
+    H, T, S = p.q.shape[1], p.q.shape[2], p.k.shape[2]
+    n, i, j = (torch.arange(*r, device=t.q.device) for r in (t.piece.n, t.piece.q, t.piece.k))
+    rows = (n[:, None] * H + torch.arange(H, device=n.device))[:, :, None] * T + i
+    assert p.key is not None
+    return kept(p.key, rows[..., None] * S + j, p.rate, accumulation(t.q.dtype))
+
+
+def own_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a piece that holds all the keys of its queries; both in the accumulation dtype."""
+    s, _ = scores(p, t)
+    top = s.amax(-1, keepdim=True)
+    if p.sinks is not None:
+        sink = p.sinks.to(s.dtype)[:, None, None]
+        top = torch.maximum(top, sink)
+    top.masked_fill_(top == -torch.inf, 0.0)
+    s.sub_(top).exp_()
+    total = s.sum(-1, keepdim=True)
+    if p.sinks is not None:
+        total += torch.exp(sink - top)
+    if p.rate > 0:
+        s *= dropped(p, t)
+    G = t.k.shape[1]
+    out = _product(grouped(s, G), t.v.to(s.dtype)).view(*s.shape[:3], -1)
+    out /= total.masked_fill(total == 0, 1.0)
+    return out, (total.log() + top).squeeze(-1)
+
+
+def own_backward(
+    p: Problem, t: Tile, grad: Tensor, delta: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of a piece's q, k, v and of its scores after the cap, in the accumulation dtype.
+
+    P = exp(s - lse);  dP = F * (dO @ v.T);  dS = P * (dP - delta);  delta = sum(dO * O) - d lse;  dv = (P * F).T @ dO
+    with F the dropout factor. lse is finite here: rows without keys have P = exp(-inf) = 0.
+    """
+    s, bent = scores(p, t)
+    G, acc = t.k.shape[1], s.dtype
+    q, grad = grouped(t.q.to(acc), G), grouped(grad.to(acc), G)
+    weights = s.sub_(lse[..., None]).exp_()
+    step = _product(grad, t.v.to(acc).mT).view_as(weights)
+    used = weights
+    if p.rate > 0:
+        factor = dropped(p, t)
+        step *= factor
+        used = weights * factor
+    dv = _product(grouped(used, G).mT, grad)
+    step.sub_(delta[..., None]).mul_(weights)
+    term = step if p.see.bias is not None else None
+    if bent is not None:
+        step = step * (1.0 - bent.square()) if term is not None else step.mul_(bent.square_().neg_().add_(1.0))
+    rows = grouped(step, G)
+    dq = _product(rows, t.k.to(acc), p.scale).view(*step.shape[:3], -1)
+    return dq, _product(rows.mT, q, p.scale), dv, term

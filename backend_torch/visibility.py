@@ -1,0 +1,97 @@
+"""Which query may attend to which key: the restrictions of one call, as a mask or as ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The restrictions of a call, over N merged batch axes.
+
+    left, right: bounds of `j - (i + offset)`, causality included (right 0), None for unbounded. offset: an int
+    or an (N,) tensor. lengths (N,); q_segments (N, T) and kv_segments (N, S); mask with each of (N, H, T, S) its
+    size or 1. bias likewise: its -inf entries are masked.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    offset: int | Tensor = 0
+    lengths: Tensor | None = None
+    q_segments: Tensor | None = None
+    kv_segments: Tensor | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def banded(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether batch elements differ in structure."""
+        return self.lengths is not None or self.q_segments is not None or isinstance(self.offset, Tensor)
+
+
+def part(x: Tensor, *ranges: tuple[int, int]) -> Tensor:
+    """x[a:b, c:d, ...] where an axis of size 1 stands for all of its positions."""
+    for axis, (start, stop) in enumerate(ranges):
+        if x.shape[axis] != 1:
+            x = x.narrow(axis, start, stop - start)
+    return x
+
+
+def visible(see: Visibility, device: torch.device, n: tuple[int, int], i: tuple[int, int], j: tuple[int, int]):
+    """Bool mask of batch elements n, queries i and keys j, broadcastable to (n, H, i, j); None where all is visible."""
+    parts: list[Tensor] = []
+    full = (0, 1)  # the heads axis of masks is never cut: it is 1 or H
+    if see.mask is not None:
+        parts.append(part(see.mask, n, (0, see.mask.shape[1]), i, j))
+    if see.bias is not None:
+        parts.append(part(see.bias, n, (0, see.bias.shape[1]), i, j) != -torch.inf)
+    keys = torch.arange(*j, device=device)
+    if see.banded:
+        position = torch.arange(*i, device=device)[:, None]
+        if isinstance(see.offset, Tensor):
+            position = position + part(see.offset[:, None, None, None], n, full)
+        else:
+            position = position + see.offset
+        if see.right is not None:
+            parts.append(keys <= position + see.right)
+        if see.left is not None:
+            parts.append(keys >= position - see.left)
+    if see.lengths is not None:
+        parts.append(keys < part(see.lengths[:, None, None, None], n))
+    if see.q_segments is not None and see.kv_segments is not None:
+        mine = part(see.q_segments[:, None, :, None], n, full, i)
+        theirs = part(see.kv_segments[:, None, None, :], n, full, full, j)
+        parts.append((mine == theirs) & (mine >= 0))
+    result = None
+    for item in parts:
+        if item.dim() == 2:
+            item = item[None, None]
+        result = item if result is None else result & item
+    return result
+
+
+def seen(vis: Tensor, G: int) -> Tensor:
+    """(n, G, j, 1) bool, axes of size 1 standing for all: the keys that some query may attend to."""
+    some = vis.any(-2)
+    if some.shape[1] not in (1, G):
+        some = some.unflatten(1, (G, -1)).any(2)
+    return some[..., None]
+
+
+def hull(see: Visibility, T: int, S: int) -> tuple[int, int]:
+    """The range of keys outside of which band and offset let no query look; (0, S) for offsets in a tensor."""
+    if isinstance(see.offset, Tensor):
+        return 0, S
+    start, stop = 0, S
+    if see.left is not None:
+        start = max(0, min(S, see.offset - see.left))
+    if see.right is not None:
+        stop = max(start, min(S, T + see.offset + see.right))
+    return start, stop
