@@ -146,6 +146,8 @@ def test_evaluation_sees_every_window_once_in_order_with_a_smaller_last_batch():
     assert [len(batch["tokens"]) for batch in found] == [3, 1]
     assert np.concatenate([batch["targets"] for batch in found]).ravel().tolist() == list(range(1, 17))
     assert len(list(evaluation_batches(np.arange(17), batch=3, length=4, limit=1))) == 1
+    # sixteen tokens make three windows: the fourth would lack its last target
+    assert sum(len(batch["tokens"]) for batch in evaluation_batches(np.arange(16), batch=3, length=4)) == 3
 
 
 def test_a_text_shorter_than_one_window_is_refused():
@@ -169,6 +171,10 @@ def test_documents_are_packed_with_segments_positions_and_targets_that_stay_insi
     # the long document's first piece knows the next token, 12, which stands in the next row
     assert packed["targets"].tolist() == [[2, 3, -100, 5, -100, -100], [7, 8, 9, 10, 11, 12], [-100] * 6]
     assert IGNORED == -100 and all(array.dtype == np.int32 for array in packed.values())
+
+
+def test_documents_that_fit_a_row_exactly_share_it():
+    assert pack_documents([[1, 2], [3]], 3)["tokens"].tolist() == [[1, 2, 3]]
 
 
 def test_packing_refuses_nothing_and_floats():
@@ -239,6 +245,8 @@ def test_no_digit_or_place_gives_the_repeat_task_away():
     for label in (0, 1):
         for column in range(8):  # about 500 of each digit in each column; the spread is about 21
             assert np.abs(np.bincount(tokens[targets == label, column], minlength=10)[1:] - 500).max() < 110
+    steps = np.bincount((tokens[targets == 0, 1:] - tokens[targets == 0, :1]).ravel() % 9, minlength=9)
+    assert steps[0] == 0 and np.abs(steps[1:] - 4500 * 7 / 8).max() < 300
     hits = (tokens[:, 1:] == tokens[:, :1])[targets == 1].mean(axis=0)
     assert np.abs(hits - (1 / 7 + 6 / 7 / 9)).max() < 0.03
 
