@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,8 +75,10 @@ def require_int(name: str, x: Any, least: int | None = None) -> int:
 
 
 def require_choice(name: str, x: Any, choices: Sequence[str]) -> None:
-    if x not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {x!r}")
+    if not isinstance(x, str) or x not in choices:
+        near = difflib.get_close_matches(x, choices, n=1) if isinstance(x, str) else []
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {x!r}{hint}")
 
 
 def require_axis(name: str, x: Any, axis: Any) -> None:
@@ -85,3 +88,12 @@ def require_axis(name: str, x: Any, axis: Any) -> None:
     rank = len(x.shape)
     if not -rank <= axis < rank:
         raise ValueError(f"axis must be from {-rank} to {rank - 1} for {name} of shape {tuple(x.shape)}; got {axis}")
+
+
+def require_x64(name: str, dtype: str, enabled: bool) -> None:
+    """JAX without x64 would compute in float32 what was asked in float64: refuse instead."""
+    if dtype == "float64" and not enabled:
+        raise TypeError(
+            f"{name} is float64, but JAX has 64-bit types off and would compute in float32: turn them on with "
+            'jax.config.update("jax_enable_x64", True) at the start of the program, or convert to float32'
+        )

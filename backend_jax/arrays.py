@@ -1,0 +1,61 @@
+"""Into JAX, out of JAX, and what can be read on the host."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core_numpy.contract.checks.common import require_x64
+
+
+def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> jax.Array:
+    """A JAX array with a copy of x's values; bfloat16 arrays (ml_dtypes) keep their bits.
+
+    x: anything NumPy takes. dtype: a name such as "float32", or None for x's own. device: None for JAX's default.
+    64-bit floats are refused while x64 is off, instead of becoming float32.
+    """
+    array = np.array(x)  # a copy: JAX may use the memory of an aligned NumPy array as it is
+    wanted = jnp.dtype(array.dtype if dtype is None else dtype)
+    require_x64("dtype" if dtype is not None else "x", wanted.name, jax.config.jax_enable_x64)
+    return jax.device_put(array.astype(wanted), device)
+
+
+def to_numpy(x: jax.Array) -> np.ndarray:
+    """The values as a NumPy array on the host, waited for; bfloat16 becomes ml_dtypes.bfloat16, bit for bit."""
+    return np.array(x)
+
+
+def wait(x: Any) -> Any:
+    """Return x once the device that holds it has finished; a clock may be read after it. x: any pytree."""
+    return jax.block_until_ready(x)
+
+
+def describe() -> dict[str, Any]:
+    """Framework, version, device and threads, as a report prints them."""
+    device = jax.devices()[0]
+    return {
+        "framework": "jax",
+        "version": jax.__version__,
+        "device": device.device_kind,
+        # XLA has no public count of its threads: on a CPU it takes one for each core this process may use.
+        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    }
+
+
+def values(x: Any) -> np.ndarray | None:
+    """x on the host for a check, or None where there is nothing to read yet or reading would wait for a device.
+
+    None for tracers (under jit, grad, vmap and their like), for arrays on an accelerator and for arrays of which
+    this process holds only a part.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x)
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return None
+    if not x.is_fully_addressable or any(device.platform != "cpu" for device in x.devices()):
+        return None
+    return np.asarray(x)
