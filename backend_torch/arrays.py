@@ -68,9 +68,10 @@ def values(x: torch.Tensor) -> np.ndarray | None:
     """
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    if x.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.device.type != "cpu":
         return None
-    if torch._C._len_torch_dispatch_stack():  # FakeTensorMode and its like: values are not looked at
+    # Inside torch.func transforms and modes such as FakeTensorMode even a plain tensor is not plain to work with.
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
         return None
     x = x.detach()
     return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()

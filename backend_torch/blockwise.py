@@ -147,8 +147,8 @@ def _pieces(p: Problem, flash: bool) -> Iterator[Piece]:
         rows -= rows % 32
     else:
         rows = max(16, min(ROWS, band // 2, ALIVE // (H * min(S, band + 64)))) if band else 64
-    for piece in pieces(p.see, N, T, S, rows, whole=flash):
-        if flash and piece.kind != "mask":
+    for piece in pieces(p.see, N, T, S, rows, whole=flash and p.scale > 0):
+        if flash and (piece.kind == "full" or (piece.kind == "diagonal" and p.scale > 0)):
             yield piece
             continue
         scores = H * (piece.q[1] - piece.q[0]) * (piece.k[1] - piece.k[0])

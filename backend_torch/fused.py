@@ -28,7 +28,7 @@ def sdpa(call: Any) -> Tensor:
         start, stop = hull(see, T, S)
         if start != 0 or stop != S:
             k, v, see = k[:, :, start:stop], v[:, :, start:stop], _cut(see, start, stop)
-    flag = _is_flag(see, k.shape[2])
+    flag = plan.scale > 0 and _is_flag(see)  # on a CPU torch scales its fill of -inf too: NaN for 0, inf below
     mask = None if flag or not _restricts(see) else visible(see, q.device, (0, q.shape[0]), (0, T), (0, k.shape[2]))
     if mask is not None:
         alive = seen(mask, k.shape[1])
@@ -46,7 +46,7 @@ def sdpa(call: Any) -> Tensor:
         group = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
     out = _SDPA(q, k, v, attn_mask=mask, is_causal=flag, scale=plan.scale, enable_gqa=grouped)
-    if out.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.register_hook(_once)
     return out[..., :Dv] if Dv != D else out
 
@@ -73,7 +73,7 @@ def _restricts(see: Visibility) -> bool:
     return see.banded or see.ragged or see.mask is not None or see.bias is not None
 
 
-def _is_flag(see: Visibility, S: int) -> bool:
+def _is_flag(see: Visibility) -> bool:
     """Whether all there is to say is j <= i."""
     alone = see.left is None and not see.ragged and see.mask is None and see.bias is None
     return alone and see.right is not None and see.offset + see.right == 0
@@ -82,9 +82,15 @@ def _is_flag(see: Visibility, S: int) -> bool:
 class _Once(torch.autograd.Function):
     """The identity, whose derivative says that there is none."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

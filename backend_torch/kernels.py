@@ -109,10 +109,17 @@ def _structured(c: Call) -> bool:
     return c.plan.S >= CUT and (c.see.ragged or _thin(c))
 
 
+def _transformed(c: Call) -> bool:
+    if c.q.is_cuda or torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 # The first line whose condition holds and whose kernel can serve is the choice of kernel="auto".
 ORDER: tuple[tuple[str, str, Test], ...] = (
     ("flex", "on CUDA it skips what band, lengths and segments leave out", lambda c: c.q.is_cuda and _structured(c)),
     ("blockwise", "it skips what band, lengths and segments leave out", lambda c: not c.q.is_cuda and _structured(c)),
+    ("blockwise", "torch.func.vmap would run torch's fused CPU kernel once per element", _transformed),
     ("sdpa", "torch's fused kernel says all of it", lambda c: True),
     ("dense", "few scores: the formula at once is the shortest way", _small),
     ("flex", "on CUDA it fuses soft cap, sinks and lse", lambda c: c.q.is_cuda),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .dense import accumulation
 from .fused import second_derivative
 
 # Positions in the arguments of `forward`.
-_KEY, _FIRST_NUMBER, _TENSORS = 10, 11, 11
+_SINKS, _KEY, _TENSORS = 9, 10, 11
 
 
 def blockwise(call: Any) -> tuple[Tensor, Tensor]:
@@ -20,7 +21,7 @@ def blockwise(call: Any) -> tuple[Tensor, Tensor]:
     see, plan = call.see, call.plan
     offset, offsets = (0, see.offset) if isinstance(see.offset, Tensor) else (see.offset, None)
     key = call.key if plan.dropout_rate > 0 else None
-    return forward(
+    return (forward if torch.compiler.is_compiling() else _Blockwise.apply)(
         call.q, call.k, call.v, see.mask, see.bias, offsets, see.lengths, see.q_segments, see.kv_segments,
         call.sinks, key, see.left, see.right, offset, plan.scale, plan.softcap, plan.dropout_rate,
     )  # fmt: skip
@@ -49,16 +50,16 @@ def _(grad: Tensor, grad_lse: Any, out: Tensor, lse: Tensor, to_bias: bool, *arg
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
-    ctx.numbers = inputs[_FIRST_NUMBER:]
+    ctx.numbers = inputs[_TENSORS:]
 
 
-def _derivative(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def _derivative(step: Any, ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    to_bias = ctx.needs_input_grad[4]
     if grad is None:
         grad = torch.zeros_like(out)
-    dq, dk, dv, dbias, dsinks = backward(grad, grad_lse, out, lse, to_bias, *tensors, *ctx.numbers)
-    sinks = None if tensors[9] is None else dsinks
+    to_bias = ctx.needs_input_grad[4]
+    dq, dk, dv, dbias, dsinks = step(grad, grad_lse, out, lse, to_bias, *tensors, *ctx.numbers)
+    sinks = None if tensors[_SINKS] is None else dsinks
     nothing = (None,) * len(ctx.numbers)
     return (dq, dk, dv, None, dbias if to_bias else None, None, None, None, None, sinks, None, *nothing)
 
@@ -67,8 +68,45 @@ def _no_second(ctx: Any, *grads: Any) -> Any:
     raise second_derivative("blockwise")
 
 
-forward.register_autograd(_derivative, setup_context=_setup)
+# For torch.compile and torch.export, which keep the operations whole.
+forward.register_autograd(partial(_derivative, backward), setup_context=_setup)
 backward.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+
+
+class _Blockwise(torch.autograd.Function):
+    """The same for eager work and torch.func, which wants this form."""
+
+    setup_context = staticmethod(_setup)
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return forward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _derivative(_Backward.apply, ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _over_batch(_Blockwise.apply, info, in_dims, args, 0)
+
+
+class _Backward(torch.autograd.Function):
+    """The first derivative, which has none itself."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    backward = staticmethod(_no_second)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _over_batch(_Backward.apply, info, in_dims, args, 5)
 
 
 def _over_batch(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...], first: int) -> Any:
@@ -79,7 +117,7 @@ def _over_batch(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, .
     """
     size = info.batch_size
     to_bias = first > 0 and args[4]
-    sinks, key = args[first + 9], args[first + _KEY]
+    sinks, key = args[first + _SINKS], args[first + _KEY]
     if sinks is not None or key is not None or to_bias:
         calls = [
             op(*(x.select(d, b) if d is not None else x for x, d in zip(args, in_dims, strict=True)))
@@ -101,7 +139,3 @@ def _over_batch(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, .
     results = op(*(merge(x, d) for x, d in zip(args, in_dims, strict=True)))
     out = tuple(x.unflatten(0, (size, N)) if x.dim() > 1 else x for x in results)
     return out, tuple(0 if x.dim() > 1 else None for x in results)
-
-
-forward.register_vmap(lambda info, in_dims, *args: _over_batch(forward, info, in_dims, args, 0))
-backward.register_vmap(lambda info, in_dims, *args: _over_batch(backward, info, in_dims, args, 5))

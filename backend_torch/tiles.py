@@ -79,9 +79,14 @@ def additive(p: Problem, t: Tile) -> Tensor | None:
     return term.expand(*term.shape[:2], t.q.shape[2], t.k.shape[2])
 
 
+def _flagged(p: Problem, t: Tile) -> bool:
+    """Whether the kernel's causal flag says it. The kernel scales its fill of -inf too: NaN for scale 0, inf below."""
+    return t.piece.kind == "diagonal" and p.scale > 0
+
+
 def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece by the fused kernel, which reports lse 0 for a row without keys: -inf here."""
-    if t.piece.kind == "diagonal":
+    if _flagged(p, t):
         return _FLASH(t.q, t.k, t.v, 0.0, True, scale=p.scale)
     out, lse = _FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=additive(p, t), scale=p.scale)
     if t.mask is not None:
@@ -91,7 +96,7 @@ def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
 
 def flash_backward(p: Problem, t: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a piece's q, k, v; lse is that of the whole row, finite."""
-    causal = t.piece.kind == "diagonal"
+    causal = _flagged(p, t)
     term = None if causal else additive(p, t)
     return _FLASH_BACKWARD(grad, t.q, t.k, t.v, out, lse, 0.0, causal, attn_mask=term, scale=p.scale)
 
