@@ -24,6 +24,7 @@ SUBNORMAL = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "
 # Constants, calibrated on implementations that are not ours (docs/tolerance.md).
 INNER = 4.0  # inner products: error <= INNER sqrt(n + 2) u sum |a| |b|, the probabilistic bound with head-room
 STEP = 4.0  # a handful of elementary functions (exp, division, rescaling), each right to a few u
+OUTPUT = 3.0  # the result's own rounding: a correctly rounded one uses a third
 PERTURBED = 16.0  # roundings inside a function against those of its inputs
 # float64 judges meaning: 1e-12 of the magnitudes involved, whatever the order of operations.
 MEANING = 1e-12
@@ -86,7 +87,7 @@ def attention_bounds(
     bounds = {}
     for name, value in out.items():
         if name == "weights":
-            bounds[name] = dp + lost + u_o * np.abs(value) + np.where(seen, SUBNORMAL[dtype], 0.0)
+            bounds[name] = dp + lost + OUTPUT * u_o * np.abs(value) + np.where(seen, SUBNORMAL[dtype], 0.0)
         elif name == "lse":
             finite = np.where(np.isfinite(value), np.abs(value), 0.0)
             some = seen.any(axis=-1)
@@ -101,7 +102,7 @@ def attention_bounds(
             if dtype in ("float16", "bfloat16"):
                 # Kernels for half types store the weights in the half type before the second product.
                 error = error + 2.0 * u_o * np.sqrt((kept * terms.p) ** 2 @ v**2)
-            bounds[name] = error + u_o * np.abs(value) + np.where(error > 0, SUBNORMAL[dtype], 0.0)
+            bounds[name] = error + OUTPUT * u_o * np.abs(value) + np.where(error > 0, SUBNORMAL[dtype], 0.0)
         if dtype == "float64":
             bounds[name] = bounds[name] + _meaning(name, terms, v, value)
     return bounds
@@ -172,7 +173,8 @@ def attention_gradient_bounds(
 
 def rounded_output(bound: np.ndarray, value: np.ndarray, dtype: str) -> np.ndarray:
     """Add the one rounding of the result to its own type; where the bound is 0 the value is exact."""
-    return np.where(bound > 0, bound + UNIT[dtype] * np.abs(value) + SUBNORMAL[dtype], UNIT[dtype] * np.abs(value))
+    own = OUTPUT * UNIT[dtype] * np.abs(value)
+    return np.where(bound > 0, bound + own + SUBNORMAL[dtype], own)
 
 
 def perturbation_bounds(

@@ -105,7 +105,9 @@ def _floats(arguments: dict[str, Any]) -> Arrays:
 def _with(arguments: dict[str, Any], moved: Arrays) -> dict[str, Any]:
     """The arguments with the arrays of `_floats` replaced."""
     return {
-        name: [moved.get(f"{name}.{i}", item) for i, item in enumerate(x)] if isinstance(x, list) else moved.get(name, x)
+        name: [moved.get(f"{name}.{i}", item) for i, item in enumerate(x)]
+        if isinstance(x, list)
+        else moved.get(name, x)
         for name, x in arguments.items()
     }
 

@@ -205,7 +205,7 @@ def _compare(
         if name not in bounds:
             check_exact(tally, f"{prefix}{name}", got[name], value)
             continue
-        bound = bounds[name] + tolerance * np.abs(value)
+        bound = bounds[name] + (tolerance * np.abs(value) if tolerance else 0.0)
         check_within(tally, f"{prefix}{name}", got[name], overflowed(value, str(got[name].dtype)), bound)
 
 

@@ -1,0 +1,49 @@
+"""What a planted fault is, and the module that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+STRENGTHS = ("blatant", "subtle", "rare")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """functions: replacements by public name ("gradients.x_vjp" for a gradient). stands_for: the public kind of fault.
+
+    strength: blatant (nearly every input shows it), subtle (small numbers, or few inputs), rare (only at certain
+    sizes, dtypes or combinations).
+    """
+
+    id: str
+    stands_for: str
+    strength: str
+    functions: Callable[[], dict[str, Any]]
+
+
+class Faulty:
+    """core_numpy with some functions replaced; everything else is the reference's own."""
+
+    def __init__(self, fault: Fault) -> None:
+        import core_numpy
+        from core_numpy import gradients
+
+        replaced = fault.functions()
+        self._core = core_numpy
+        self._replaced = {name: x for name, x in replaced.items() if not name.startswith("gradients.")}
+        self.gradients = _Overlay(
+            gradients, {name.split(".", 1)[1]: x for name, x in replaced.items() if name.startswith("gradients.")}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self._replaced[name] if name in self._replaced else getattr(self._core, name)
+
+
+class _Overlay:
+    def __init__(self, below: Any, replaced: dict[str, Any]) -> None:
+        self._below, self._replaced = below, replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return self._replaced[name] if name in self._replaced else getattr(self._below, name)
