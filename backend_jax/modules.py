@@ -1,0 +1,144 @@
+"""What modules are made of: initial values, linear layers, norms. Rules: core_numpy.block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from core_numpy.contract.checks.common import require_x64
+from core_numpy.contract.checks.model import check_module
+from core_numpy.contract.config import BlockConfig
+from core_numpy.contract.parameters import Parameter, name_hash
+
+from . import layers, random
+
+
+class Initial:
+    """The initial values of a module's parameters: a table of the contract, a seed, and the module's place in it.
+
+    A module made by another one gets the other's `Initial` in place of its seed, so every parameter is drawn by its
+    full canonical name.
+    """
+
+    def __init__(self, table: dict[str, Parameter], key: jax.Array, dtype: str, device: Any, prefix: str = ""):
+        self._table, self._key, self.dtype, self._device, self._prefix = table, key, dtype, device, prefix
+
+    @classmethod
+    def of(
+        cls, seed: int | Initial, config: BlockConfig, table: Callable, dtype: str, device: Any, *, model: bool = False
+    ) -> Initial:
+        """`seed` itself where it is an `Initial`; otherwise check the arguments and start a table."""
+        if isinstance(seed, Initial):
+            return seed
+        check_module(config, seed, dtype, model=model)
+        require_x64("dtype", dtype, jax.config.jax_enable_x64)
+        return cls(table(config), random.key(seed), dtype, find_device(device))
+
+    def at(self, name: str) -> Initial:
+        """The initial values of the part called `name`."""
+        return Initial(self._table, self._key, self.dtype, self._device, f"{self._prefix}{name}.")
+
+    def has(self, name: str) -> bool:
+        return f"{self._prefix}{name}" in self._table
+
+    def parameter(self, name: str) -> nnx.Param:
+        """The parameter `name` of this part, drawn by its full name."""
+        full = f"{self._prefix}{name}"
+        entry = self._table[full]
+        if entry.bound is None:
+            drawn = jnp.full(entry.shape, entry.value, self.dtype)
+        else:
+            drawn = _draw(self._key, np.uint32(name_hash(full)), np.float32(entry.bound), entry.shape, self.dtype)
+        return nnx.Param(drawn if self._device is None else jax.device_put(drawn, self._device))
+
+    def optional(self, name: str) -> nnx.Param | None:
+        """The parameter `name`, or None where the configuration has none."""
+        return self.parameter(name) if self.has(name) else None
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(key: jax.Array, hashed: jax.Array, bound: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    u = random.uniform(random.fold_in(key, hashed), shape)
+    return (bound * (2.0 * u - 1.0)).astype(dtype)
+
+
+def find_device(device: Any) -> Any:
+    """A device of JAX's own, or of a name such as "cpu" or "gpu:1"; None is JAX's default."""
+    if not isinstance(device, str):
+        return device
+    platform, _, index = device.partition(":")
+    return jax.devices(platform)[int(index or 0)]
+
+
+class Linear(nnx.Module):
+    """`x @ weight + bias`: weight (in, out), bias (out,) or None."""
+
+    def __init__(self, initial: Initial):
+        self.weight = initial.parameter("weight")
+        self.bias = initial.optional("bias")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = matmul(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """The layer norm or RMS norm that a configuration asks for, over the last axis."""
+
+    def __init__(self, config: BlockConfig, initial: Initial, *, kind: str | None = None):
+        self.weight = initial.parameter("weight")
+        self.bias = initial.optional("bias")
+        self.kind = config.norm if kind is None else kind
+        self.eps = config.norm_eps
+        self.unit_offset = config.unit_offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...]
+        if self.kind == "rms":
+            return layers.rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset)
+        if self.unit_offset:
+            weight = 1.0 + weight.astype(layers.accumulation(weight.dtype))
+        return layers.layer_norm(x, weight, None if self.bias is None else self.bias[...], eps=self.eps)
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x (..., in) times weight (in, out). float32 means float32 unless jax.default_matmul_precision says otherwise.
+
+    The leading axes are merged: XLA on a CPU transposes for the gradient of a product of rank 3.
+    """
+    exact = jax.config.jax_default_matmul_precision is None and x.dtype.itemsize >= 4
+    y = jnp.matmul(x.reshape(-1, x.shape[-1]), weight, precision=jax.lax.Precision.HIGHEST if exact else None)
+    return y.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+def heads_first(x: jax.Array, heads: int) -> jax.Array:
+    """(B, T, heads * D) -> (B, heads, T, D): heads stand next to the batch, where a batched product wants them."""
+    B, T, features = x.shape
+    return x.reshape(B, T, heads, features // heads).swapaxes(1, 2)
+
+
+def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Dropout where there is a key: none means that this call does not drop."""
+    return x if key is None else layers.dropout(x, rate, key)
+
+
+_ACTIVATIONS: dict[str, Callable] = {
+    "gelu": layers.gelu,
+    "gelu_tanh": partial(layers.gelu, approximate="tanh"),
+    "relu": layers.relu,
+    "silu": layers.silu,
+    "swiglu": layers.silu,
+    "geglu": layers.gelu,
+    "geglu_tanh": partial(layers.gelu, approximate="tanh"),
+}
+
+
+def activate(name: str, x: jax.Array) -> jax.Array:
+    """The activation of that name; a gated one is applied to the gate."""
+    return _ACTIVATIONS[name](x)
