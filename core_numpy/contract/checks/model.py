@@ -35,7 +35,10 @@ class CallPlan:
 
 
 def check_module(config: Any, seed: Any, dtype: Any, *, model: bool) -> None:
-    """What a module is made from: a ModelConfig (or, for the parts, a BlockConfig), a seed, the name of a dtype."""
+    """What a module is made from: a ModelConfig (or, for the parts, a BlockConfig), a seed, the name of a dtype.
+
+    The device is the backend's own to check; `check_no_device` is for the one that has none.
+    """
     kind = ModelConfig if model else BlockConfig
     if not isinstance(config, kind):
         raise TypeError(f"config must be a {kind.__name__}; got {came(config)}")
@@ -43,6 +46,12 @@ def check_module(config: Any, seed: Any, dtype: Any, *, model: bool) -> None:
         raise ValueError("config must have one stack; got kind='encoder_decoder': pass config.stack('decoder')")
     require_int("seed", seed, 0)
     require_choice("dtype", dtype, FLOATS)
+
+
+def check_no_device(device: Any) -> None:
+    """NumPy computes on the CPU."""
+    if device not in (None, "cpu"):
+        raise ValueError(f"device must be None or 'cpu': NumPy has no other; got {device!r}")
 
 
 def check_hidden(name: str, x: Any, width: int, dtype: str) -> None:

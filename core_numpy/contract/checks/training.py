@@ -77,6 +77,14 @@ def check_trainer(model: Any, config: Any) -> None:
         )
 
 
+def check_eager(config: TrainConfig) -> None:
+    """What a backend without compiler and without devices refuses."""
+    if config.compile is True:
+        raise ValueError("config.compile must be 'auto' or False: NumPy has no compiler")
+    if config.parallel is not None:
+        raise ValueError(f"config.parallel must be None: NumPy has one device; got {config.parallel!r}")
+
+
 def check_batches(batches: Any) -> None:
     """`fit` and `evaluate` take an iterable of batches, not one batch."""
     if isinstance(batches, dict) or not hasattr(batches, "__iter__"):

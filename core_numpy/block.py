@@ -1,0 +1,325 @@
+"""Attention with its projections, the feed-forward, and the block that joins them.
+
+A module computes in float64 from end to end and rounds its output once. `forward` gives float64 and what the backward
+pass in `gradients.block` needs; the call checks and rounds.
+
+block-1: queries, keys and values are x (or the context) times their weights, plus their biases, heads side by side:
+head h owns columns h D to (h + 1) D - 1; the heads' outputs are laid side by side in the same way before the output
+projection.
+block-2: q/k norm is an RMS norm over the head size, after the projection and before the rotation.
+block-3: rotation turns queries and keys by their positions, values never; cross-attention is not rotated.
+block-4: self-attention has the configuration's causality and window, counted from the cache's length; cross-attention
+has neither, no bias and no sinks, and sees the context up to `context_lengths`.
+block-5: scale and soft cap serve self- and cross-attention alike.
+block-6: a feed-forward is down(act(up(x))), a gated one down(act(gate(x)) * up(x)).
+block-7: pre x + f(norm(x)); post norm(x + f(x)); sandwich x + norm_post(f(norm(x))); parallel
+x + attention(norm1(x)) + ffn(norm2(x)), where `shared_norm` reads norm1 twice.
+block-8: cross-attention stands between attention and feed-forward, with norm3.
+block-9: dropout acts on the attention weights, on the attention's output and on the feed-forward's output, before they
+join x; the key is split in five: weights, output, feed-forward, cross weights, cross output.
+block-10: an attention module called alone takes its key for the weights, a feed-forward for its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .attention import attention, attention_weights
+from .cache import KVCache
+from .contract.checks.model import check_attention_call, check_block_call, check_feed_forward_call
+from .contract.config import BlockConfig, ModelConfig
+from .contract.parameters import attention_parameters, block_parameters, feed_forward_parameters
+from .encodings import apply_rotary
+from .layers import gelu, relu, silu
+from .modules import (
+    Linear,
+    Module,
+    Norm,
+    Values,
+    below,
+    dropped,
+    initial_values,
+    merge_heads,
+    own_rotary,
+    split_heads,
+    wide,
+)
+from .random import split
+from .rounding import rounded
+
+Activation = Callable[[np.ndarray], np.ndarray]
+ACTIVATION: dict[str, Activation] = {
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+    "relu": relu,
+    "silu": silu,
+    "swiglu": silu,
+    "geglu": gelu,
+    "geglu_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a call gives besides x, checked; blocks of a model differ in `layer` alone. context is float64."""
+
+    past: int = 0
+    mask: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    kv_lengths: np.ndarray | None = None
+    segments: np.ndarray | None = None
+    rotary: tuple[np.ndarray, np.ndarray] | None = None
+    cache: KVCache | None = None
+    layer: int = 0
+    context: np.ndarray | None = None
+    context_lengths: np.ndarray | None = None
+    maps: list[np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionKept:
+    """What the backward pass of an attention module reads."""
+
+    x: np.ndarray
+    source: np.ndarray
+    raw: tuple[np.ndarray, np.ndarray]
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    rotary: tuple[np.ndarray, np.ndarray] | None
+    arguments: dict[str, Any]
+    merged: np.ndarray
+
+
+class MultiHeadAttention(Module):
+    """Self-attention with its projections; cross-attention where a context is given.
+
+    x (B, T, W) in the module's dtype -> (B, T, W). `positions` serve a module made from a ModelConfig with rotary
+    positions. Refused: `contract.checks.model.check_attention_call`. Rules: block-1 to block-5, block-10.
+    """
+
+    def __init__(self, config: BlockConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        self.refuse(config, seed, dtype, device, model=False)
+        self.assemble(config, initial_values(attention_parameters(config), seed, dtype), dtype)
+
+    def assemble(self, config: BlockConfig, values: Values, dtype: str, *, layout: str | None = None) -> None:
+        """Take the parameters of `values`; `layout` of the rotation where the configuration does not say."""
+        self.config, self.dtype, self._names = config, dtype, tuple(values)
+        self.causal = bool(config.is_causal if isinstance(config, ModelConfig) else config.causal)
+        self.layout = getattr(config, "rotary_layout", "half") if layout is None else layout
+        self.query, self.key = Linear(below(values, "query")), Linear(below(values, "key"))
+        self.value, self.output = Linear(below(values, "value")), Linear(below(values, "output"))
+        self.query_norm = Norm(below(values, "query_norm"), config, "rms") if config.qk_norm else None
+        self.key_norm = Norm(below(values, "key_norm"), config, "rms") if config.qk_norm else None
+        self.sinks = values.get("sinks")
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        *,
+        mask: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
+        kv_lengths: np.ndarray | None = None,
+        segments: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
+        rotary: tuple[np.ndarray, np.ndarray] | None = None,
+        cache: KVCache | None = None,
+        dropout_key: np.ndarray | None = None,
+        context: np.ndarray | None = None,
+        context_lengths: np.ndarray | None = None,
+    ) -> np.ndarray:
+        plan = check_attention_call(
+            self.config, x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions,
+            rotary=rotary, cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+            dtype=self.dtype, values=np.asarray,
+        )  # fmt: skip
+        if rotary is None and context is None:
+            rotary = own_rotary(self.config, positions, plan.T, plan.past)
+        scene = Scene(
+            plan.past, mask, bias, kv_lengths, segments, rotary, cache,
+            context=None if context is None else wide(context), context_lengths=context_lengths,
+        )  # fmt: skip
+        y, _ = self.forward(wide(x), scene, dropout_key, cross=context is not None)
+        if cache is not None:
+            cache.advance(plan.T)
+        return rounded(y, x.dtype)
+
+    def forward(
+        self, x: np.ndarray, scene: Scene, key: np.ndarray | None, *, cross: bool = False
+    ) -> tuple[np.ndarray, AttentionKept]:
+        """x (B, T, W) float64 -> y, and what the backward pass needs; `key` is for the weights."""
+        config = self.config
+        source = scene.context if cross and scene.context is not None else x
+        raw_q = split_heads(self.query.forward(x), config.heads)
+        raw_k = split_heads(self.key.forward(source), config.groups)
+        v = split_heads(self.value.forward(source), config.groups)
+        q = raw_q if self.query_norm is None else self.query_norm.forward(raw_q)
+        k = raw_k if self.key_norm is None else self.key_norm.forward(raw_k)
+        rotary = None if cross else scene.rotary
+        if rotary is not None:
+            q, k = (apply_rotary(z, *rotary, layout=self.layout) for z in (q, k))
+        if scene.cache is not None and not cross:
+            k, v = scene.cache.write(scene.layer, k, v)
+        arguments = self._arguments(scene, key, cross)
+        if scene.maps is not None and not cross:
+            scene.maps.append(attention_weights(q, k, **arguments))
+        merged = merge_heads(attention(q, k, v, **arguments))
+        return self.output.forward(merged), AttentionKept(x, source, (raw_q, raw_k), q, k, v, rotary, arguments, merged)
+
+    def _arguments(self, scene: Scene, key: np.ndarray | None, cross: bool) -> dict[str, Any]:
+        """The keywords of `attention`: what the configuration says, and what the call says."""
+        config = self.config
+        common = {
+            "scale": config.scale,
+            "softcap": config.softcap,
+            "sinks": None if self.sinks is None else wide(self.sinks),
+            "dropout_rate": 0.0 if key is None else config.dropout,
+            "dropout_key": key,
+        }
+        if cross:
+            return {**common, "kv_lengths": scene.context_lengths}
+        return {
+            **common,
+            "mask": scene.mask,
+            "bias": scene.bias,
+            "causal": self.causal,
+            "window": config.window,
+            "q_offset": scene.past,
+            "kv_lengths": scene.kv_lengths,
+            "q_segments": scene.segments,
+            "kv_segments": scene.segments,
+        }
+
+
+class FeedForward(Module):
+    """Two linear layers with an activation between them, or three with a gate.
+
+    x (B, T, W) in the module's dtype -> (B, T, W). Rules: block-6, block-10. Source: gates, Shazeer 2020.
+    """
+
+    def __init__(self, config: BlockConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        self.refuse(config, seed, dtype, device, model=False)
+        self.assemble(config, initial_values(feed_forward_parameters(config), seed, dtype), dtype)
+
+    def assemble(self, config: BlockConfig, values: Values, dtype: str) -> None:
+        self.config, self.dtype, self._names = config, dtype, tuple(values)
+        self.up, self.down = Linear(below(values, "up")), Linear(below(values, "down"))
+        self.gate = Linear(below(values, "gate")) if config.gated else None
+
+    def __call__(self, x: np.ndarray, *, dropout_key: np.ndarray | None = None) -> np.ndarray:
+        check_feed_forward_call(self.config, x, dropout_key=dropout_key, dtype=self.dtype)
+        return rounded(dropped(self.forward(wide(x))[0], self.config.dropout, dropout_key), x.dtype)
+
+    def forward(self, x: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """x (B, T, W) float64 -> y before dropout, and (x, up, gate or nothing, what goes down)."""
+        up = self.up.forward(x)
+        act = ACTIVATION[self.config.activation]
+        if self.gate is None:
+            middle = act(up)
+            return self.down.forward(middle), (x, up, middle)
+        gate = self.gate.forward(x)
+        middle = act(gate) * up
+        return self.down.forward(middle), (x, up, gate, middle)
+
+
+@dataclass(frozen=True)
+class BranchKept:
+    """What the backward pass of one branch reads: its input, what f kept, f's output after dropout, f's dropout key."""
+
+    x: np.ndarray
+    inner: Any
+    out: np.ndarray
+    key: np.ndarray | None
+
+
+class Block(Module):
+    """One transformer block.
+
+    x (B, T, W) in the module's dtype -> (B, T, W); arguments as in `MultiHeadAttention`, and a context (B, S, W) where
+    the configuration has cross-attention. Refused: `contract.checks.model.check_block_call`. Rules: block-7 to block-9.
+    """
+
+    def __init__(self, config: BlockConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        self.refuse(config, seed, dtype, device, model=False)
+        self.assemble(config, initial_values(block_parameters(config), seed, dtype), dtype)
+
+    def assemble(self, config: BlockConfig, values: Values, dtype: str, *, layout: str | None = None) -> None:
+        self.config, self.dtype, self._names = config, dtype, tuple(values)
+        self.attention = MultiHeadAttention.__new__(MultiHeadAttention)
+        self.attention.assemble(config, below(values, "attention"), dtype, layout=layout)
+        self.cross = None
+        if config.cross_attention:
+            self.cross = MultiHeadAttention.__new__(MultiHeadAttention)
+            self.cross.assemble(config, below(values, "cross"), dtype)
+        self.ffn = FeedForward.__new__(FeedForward)
+        self.ffn.assemble(config, below(values, "ffn"), dtype)
+        norms = {
+            name: Norm(below(values, name), config) if f"{name}.weight" in values else None
+            for name in ("norm1", "norm2", "norm3", "norm1_post", "norm2_post")
+        }
+        self.norm1, self.norm2, self.norm3 = norms["norm1"], norms["norm2"], norms["norm3"]
+        self.norm1_post, self.norm2_post = norms["norm1_post"], norms["norm2_post"]
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        *,
+        mask: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
+        kv_lengths: np.ndarray | None = None,
+        segments: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
+        rotary: tuple[np.ndarray, np.ndarray] | None = None,
+        cache: KVCache | None = None,
+        dropout_key: np.ndarray | None = None,
+        context: np.ndarray | None = None,
+        context_lengths: np.ndarray | None = None,
+    ) -> np.ndarray:
+        scene = self.scene(
+            x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions, rotary=rotary,
+            cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+        )  # fmt: skip
+        y, _ = self.forward(wide(x), scene, dropout_key)
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return rounded(y, x.dtype)
+
+    def scene(self, x: np.ndarray, **given: Any) -> Scene:
+        """The checked arguments of a call."""
+        plan = check_block_call(
+            self.config, x, **given, dtype=self.dtype, cross=self.cross is not None, values=np.asarray
+        )
+        fields = {name: given[name] for name in ("mask", "bias", "kv_lengths", "segments", "cache", "context_lengths")}
+        rotary, context = given["rotary"], given["context"]
+        return Scene(
+            past=plan.past,
+            rotary=own_rotary(self.config, given["positions"], plan.T, plan.past) if rotary is None else rotary,
+            context=None if context is None else wide(context),
+            **fields,
+        )
+
+    def forward(self, x: np.ndarray, scene: Scene, key: np.ndarray | None) -> tuple[np.ndarray, dict[str, BranchKept]]:
+        """x (B, T, W) float64 -> y, and what each branch kept, by the name of its module."""
+        keys = [None] * 5 if key is None else list(split(key, 5))
+        branches: list[tuple[str, Any, Any, Any, Any]] = [
+            ("attention", lambda h: self.attention.forward(h, scene, keys[0]), keys[1], self.norm1, self.norm1_post)
+        ]
+        if self.cross is not None:
+            cross = self.cross
+            attend = lambda h: cross.forward(h, scene, keys[3], cross=True)  # noqa: E731 (the branches side by side)
+            branches.append(("cross", attend, keys[4], self.norm3, None))
+        branches.append(("ffn", self.ffn.forward, keys[2], self.norm2 or self.norm1, self.norm2_post))
+        place, kept, start = self.config.norm_place, {}, x
+        for name, f, drop_key, norm, post in branches:
+            source = start if place == "parallel" else x
+            out, inner = f(source if place == "post" else norm.forward(source))
+            out = dropped(out, self.config.dropout, drop_key)
+            kept[name] = BranchKept(source, inner, out, drop_key)
+            x = x + (out if post is None else post.forward(out))
+            if place == "post":
+                x = norm.forward(x)
+        return x, kept
