@@ -68,7 +68,7 @@ def attention(
     attention-13: kv_lengths: keys at and past the length of their batch element are masked.
     attention-14: segments: only pairs with equal ids attend; a negative id matches nothing, itself included.
     attention-15: a pair is visible where all restrictions given allow it.
-    attention-16: a masked pair has no effect whatever stands there, NaN and inf in q, k, v or bias included.
+    attention-16: a masked pair has no effect whatever stands there, NaN and inf in q, k and v included.
     attention-17: keys that no query may attend to have no effect on outputs and gradients, and gradients there are 0.
     attention-18: a sink is one more logit of its head in the denominator, and carries no value.
     attention-19: a query whose only company is a sink gives output 0 and weights 0, and its lse is the sink.
