@@ -89,6 +89,7 @@ def read_tokens(path: str | os.PathLike[str], *, vocab: int) -> np.ndarray:
 
 def split(tokens: np.ndarray, *, length: int, share: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
     """Training and validation tokens: the first `share` and the rest, both long enough for one window."""
+    length = require_int("length", length, 1)
     cut = int(len(tokens) * share)
     for name, part in (("training", cut), ("validation", len(tokens) - cut)):
         if part < length + 1:

@@ -1,0 +1,264 @@
+"""The command line: on a stand-in backend for what it does by itself, on the real ones for what they print."""
+
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from core_numpy.contract import training_run
+from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
+from core_numpy.contract.cli import main
+from core_numpy.contract.data import evaluation_batches
+from core_numpy.contract.schedule import learning_rate
+
+
+class Bigram:
+    """A table of logits in the place of a Transformer: the next byte from the last."""
+
+    def __init__(self, config, *, seed=0, dtype="float32", device=None):
+        if device not in (None, "cpu"):
+            raise ValueError(f"device must be 'cpu'; got {device!r}")
+        self.config, self.params = config, {"table": np.zeros((256, 256), np.float32)}
+
+
+class Trainer:
+    def __init__(self, model, config):
+        self.model, self.config, self.done = model, config, 0
+
+    def _loss(self, batch):
+        tokens, targets = batch["tokens"].ravel(), batch["targets"].ravel()
+        logits = self.model.params["table"][tokens].astype(np.float64)
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        return tokens, targets, p, float(-np.log(p[np.arange(len(p)), targets]).mean())
+
+    def step(self, batch):
+        tokens, targets, p, loss = self._loss(batch)
+        p[np.arange(len(p)), targets] -= 1
+        self.done += 1
+        lr = learning_rate(self.config, self.done)
+        np.add.at(self.model.params["table"], tokens, -100 * lr * p.astype(np.float32))
+        return {"loss": loss, "grad_norm": 1.0, "lr": lr, "tokens": len(tokens)}
+
+    def evaluate(self, batches):
+        rows = [(self._loss(batch)[3], batch["tokens"].size) for batch in batches]
+        count = sum(size for _, size in rows)
+        return {"loss": sum(loss * size for loss, size in rows) / count, "tokens": count}
+
+    def save(self, path):
+        write_checkpoint(path, step=self.done, params=self.model.params, state={}, config=self.model.config,
+                         train_config=self.config)  # fmt: skip
+
+    @classmethod
+    def load(cls, path):
+        found = read_checkpoint(path)
+        trainer = cls(Bigram(found.config), found.train_config)
+        trainer.model.params, trainer.done = found.params, found.step
+        return trainer
+
+
+def generate(model, tokens, *, max_new, temperature=0, top_k=None, top_p=None, key=None):
+    for _ in range(max_new):
+        tokens = np.concatenate([tokens, model.params["table"][tokens[:, -1]].argmax(-1)[:, None]], axis=1)
+    return tokens
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A backend whose name is the reference's, so that arrays are NumPy's; runs happen in a folder of their own."""
+    backend = types.ModuleType("core_numpy")
+    backend.Transformer, backend.Trainer, backend.generate = Bigram, Trainer, generate
+    backend.set_params = lambda model, params: setattr(model, "params", params)
+    backend.key = lambda seed: seed
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("abcd" * 500)
+    return backend
+
+
+RUN = ["train", "--text", "text.txt", "--length", "6", "--batch", "3", "--plain"]
+
+
+def logged(path="runs/numpy-tiny"):
+    with open(f"{path}/log.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_training_prints_writes_and_measures(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "30"]) == 0
+    out = capsys.readouterr().out
+    assert "step     1/30  loss 5.5452  bits/byte 8.0000" in out  # ln 256 and 8 bits: nothing is learnt yet
+    assert out.count("step ") == 30
+    assert "bits per byte; the run is in runs/numpy-tiny" in out
+    assert sorted(os.listdir("runs/numpy-tiny")) == ["log.jsonl", "loss.png", "run.json", "step-00000030"]
+    with open("runs/numpy-tiny/loss.png", "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    assert [row["step"] for row in logged()] == list(range(1, 31))
+    assert logged()[0]["lr"] == pytest.approx(3e-4)  # the first of ten updates of warm-up to 3e-3
+
+
+def test_json_lines_are_the_whole_output_and_end_with_the_validation(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "5", "--json", "--out", "here"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 5]
+    assert rows[-1]["bits_per_byte"] == pytest.approx(rows[-1]["validation_loss"] / np.log(2))
+    assert rows[-1]["out"] == "here"
+
+
+def test_a_resumed_run_is_the_straight_run(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "12", "--out", "straight"]) == 0
+    assert main(stand_in, [*RUN, "--steps", "12", "--out", "split", "--checkpoint-every", "5"]) == 0
+    assert sorted(name for name in os.listdir("split") if name.startswith("step")) == [
+        "step-00000005", "step-00000010", "step-00000012",
+    ]  # fmt: skip
+    assert main(stand_in, ["train", "--resume", "split/step-00000005", "--out", "again"]) == 0
+    straight, keep = logged("straight"), ("step", "loss", "lr")
+    assert [[row[k] for k in keep] for row in logged("again")] == [[row[k] for k in keep] for row in straight[5:]]
+    a, b = read_checkpoint("again").params["table"], read_checkpoint("straight").params["table"]
+    assert a.tobytes() == b.tobytes()
+
+
+def test_evaluate_gives_the_number_that_training_ended_with(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "20", "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["loss"] == trained["validation_loss"] and measured["step"] == 20
+    assert measured["tokens"] == sum(
+        batch["tokens"].size for batch in evaluation_batches(np.zeros(200), batch=3, length=6, limit=64)
+    )
+    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", "--text", "text.txt"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_generate_continues_the_prompt(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "60"]) == 0
+    capsys.readouterr()
+    assert main(stand_in, ["generate", "--resume", "runs/numpy-tiny", "ab", "--max-new", "6"]) == 0
+    assert capsys.readouterr().out == "abcdabcd\n"
+    assert main(stand_in, ["generate", "--resume", "runs/numpy-tiny", "--json", "b", "--max-new", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": "b", "text": "bc"}
+
+
+def test_a_second_run_gets_a_folder_of_its_own(stand_in):
+    for _ in range(2):
+        assert main(stand_in, [*RUN, "--steps", "1"]) == 0
+    assert sorted(os.listdir("runs")) == ["numpy-tiny", "numpy-tiny-2"]
+
+
+def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(stand_in, capsys, monkeypatch):
+    plain = Trainer.step
+
+    def step(self, batch):
+        if self.done == 3:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(stand_in, [*RUN, "--steps", "9"]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (
+        "interrupted: saved runs/numpy-tiny after update 4; go on with --resume runs/numpy-tiny"
+        in capsys.readouterr().out
+    )
+    assert read_checkpoint("runs/numpy-tiny").step == 4
+    monkeypatch.setattr(Trainer, "step", plain)
+    assert main(stand_in, ["train", "--resume", "runs/numpy-tiny"]) == 0
+    assert [row["step"] for row in logged()] == list(range(1, 10))
+
+
+ERRORS = [
+    (["train", "--text", "none.txt"], "none.txt does not exist"),
+    (["train", "--text", "text.txt", "--length", "200"], "its validation part has 200 of 2000 tokens"),
+    (["train", "--text", "empty.txt"], "empty.txt is empty"),
+    ([*RUN, "--steps", "0"], "--steps must be at least 1; got 0"),
+    ([*RUN, "--batch", "0"], "TrainConfig.batch must be an integer of at least 1; got 0"),
+    ([*RUN, "--length", "0"], "length must be an integer of at least 1; got 0"),
+    ([*RUN, "--lr", "-1"], "TrainConfig.lr must be a finite number at least 0"),
+    ([*RUN, "--checkpoint-every", "0"], "--checkpoint-every must be at least 1"),
+    ([*RUN, "--device", "quantum"], "device must be 'cpu'; got 'quantum'"),
+    (["train", "--resume", "nowhere"], "nowhere does not exist"),
+    (["train", "--resume", "run"], "has 2 updates already: give --steps above that"),
+    (["train", "--resume", "run", "--steps", "9", "--lr", "0.5"], "--lr is 0.003 in"),
+    (["train", "--resume", "run", "--steps", "9", "--text", "other.txt"], "is not the text that"),
+    ([*RUN, "--out", "run"], "run holds a run already"),
+    (["evaluate", "--resume", "text.txt"], "text.txt is a file"),
+    (["generate", "--resume", "run", ""], "at least one byte"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "phrase"), ERRORS)
+def test_an_error_is_one_line_and_status_2_and_debug_shows_the_rest(stand_in, capsys, monkeypatch, arguments, phrase):
+    monkeypatch.setattr(training_run, "draw_losses", lambda *arguments, **more: None)  # a third of a second each
+    with open("empty.txt", "w"), open("other.txt", "w") as file:
+        file.write("efgh" * 500)
+    assert main(stand_in, [*RUN, "--steps", "2", "--out", "run"]) == 0
+    capsys.readouterr()
+    assert main(stand_in, arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and phrase in printed.err
+    assert os.listdir("runs") == [] if os.path.exists("runs") else True  # refused before a folder is made
+    with pytest.raises((ValueError, OSError), match=re.escape(phrase)):
+        main(stand_in, [*arguments, "--debug"])
+
+
+def test_an_unknown_size_is_a_usage_error(stand_in, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(stand_in, ["train", "--size", "tinny"])
+    assert caught.value.code == 2 and "tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [[], ["train"], ["evaluate"], ["generate"]])
+def test_help_fits_a_screen_and_has_an_example(stand_in, capsys, verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        main(stand_in, [*verb, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert caught.value.code == 0 and len(lines) <= 30
+    assert any(line.startswith("Example: python -m core_numpy") for line in lines)
+
+
+def test_without_matplotlib_the_run_ends_well_and_says_what_is_missing(stand_in, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(stand_in, [*RUN, "--steps", "2"]) == 0
+    assert "no loss.png: it needs the package matplotlib" in capsys.readouterr().out
+
+
+def real(name):
+    package = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax"}[name]
+    pytest.importorskip(name)
+    return importlib.import_module(package)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_same_seed_prints_the_same_losses_as_the_reference(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = {}
+    for each in ("numpy", name):
+        arguments = ["train", "--steps", "20", "--batch", "4", "--length", "16", "--plain", "--out", each]
+        assert main(real(each), arguments) == 0
+        printed[each] = [f"{row['loss']:.4f}" for row in logged(each)]
+    assert len(printed[name]) == 20 and printed[name] == printed["numpy"]
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_run_of_the_reference_goes_on_and_writes_in_another_backend(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["--batch", "4", "--length", "16", "--plain"]
+    assert main(real("numpy"), ["train", "--steps", "12", *small, "--out", "a", "--checkpoint-every", "10"]) == 0
+    assert main(real(name), ["train", "--resume", "a/step-00000010", "--plain", "--out", "b"]) == 0
+    assert [f"{row['loss']:.4f}" for row in logged("b")] == [f"{row['loss']:.4f}" for row in logged("a")[10:]]
+    greedy = ["The ", "--max-new", "8", "--temperature", "0"]
+    capsys.readouterr()
+    texts = []
+    for each in ("numpy", name):
+        assert main(real(each), ["generate", "--resume", "b", *greedy]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("The ")

@@ -1,0 +1,215 @@
+"""The command line of each backend: `python -m backend_torch train|evaluate|generate`, and the same for the others.
+
+It knows the backend by its public names alone, so that the three do the same thing and print the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .config import PRECISIONS, ModelConfig
+from .data import byte_tokens, evaluation_batches, split
+from .files import Checkpoint, read_checkpoint
+from .progress import bits_per_byte
+from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, load_text, resume, run, stored_settings
+
+NAMES = {"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "jax"}
+
+
+def backend_name(backend: ModuleType) -> str:
+    """ "torch" for backend_torch: what a user calls it, and where its runs are kept."""
+    return NAMES.get(backend.__name__, backend.__name__.removeprefix("backend_"))
+
+
+def to_backend(backend: ModuleType, array: np.ndarray) -> Any:
+    """The backend's own array; core's own are NumPy's."""
+    if backend.__name__ == "core_numpy":
+        return array
+    return importlib.import_module(f"{backend.__name__}.arrays").from_numpy(array)
+
+
+def from_backend(backend: ModuleType, array: Any) -> np.ndarray:
+    if backend.__name__ == "core_numpy":
+        return np.asarray(array)
+    return importlib.import_module(f"{backend.__name__}.arrays").to_numpy(array)
+
+
+def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
+    """Run one verb; gives the exit status: 0 done, 2 an error in one line on stderr, 130 interrupted and saved.
+
+    `--debug` shows the traceback instead of the line.
+    """
+    arguments = build_parser(backend).parse_args(argv)
+    verbs: dict[str, Callable[[ModuleType, argparse.Namespace], int]] = {
+        "train": train,
+        "evaluate": evaluate,
+        "generate": generate,
+    }
+    try:
+        return verbs[arguments.verb](backend, arguments)
+    except Exception as error:  # the outermost frame: the user gets a sentence, --debug the rest
+        if arguments.debug:
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+
+
+def build_parser(backend: ModuleType) -> argparse.ArgumentParser:
+    program = f"python -m {backend.__name__}"
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Train a small byte-level language model, measure it, let it write.",
+        epilog=f"Example: {program} train --size tiny --steps 100\n         {program} train --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | evaluate | generate")
+    train_verb = _verb(verbs, "train", "train a model on a text", f"{program} train --text novel.txt --steps 200")
+    train_verb.usage = f"{program} train [options]"
+    _add_train(train_verb)
+    evaluate_verb = _verb(
+        verbs, "evaluate", "bits per byte on held-out text", f"{program} evaluate --resume runs/torch-tiny"
+    )
+    evaluate_verb.add_argument(
+        "--text", metavar="PATH", help="text to measure (default: the validation part of its own)"
+    )
+    evaluate_verb.add_argument("--batch", type=int, metavar="N", help="windows at once (default: as in training)")
+    evaluate_verb.add_argument("--length", type=int, metavar="N", help="bytes per window (default: as in training)")
+    generate_verb = _verb(
+        verbs, "generate", "continue a prompt", f'{program} generate --resume runs/torch-tiny "The " --max-new 200'
+    )
+    generate_verb.add_argument("prompt", nargs="?", default="The ", help='text to continue (default: "The ")')
+    generate_verb.add_argument("--max-new", type=int, default=200, metavar="N", help="bytes to add (default 200)")
+    generate_verb.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy (default 0.8)")
+    generate_verb.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest bytes only")
+    generate_verb.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest that sum up to X")
+    generate_verb.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
+    for verb in (evaluate_verb, generate_verb):
+        verb.add_argument("--resume", metavar="DIR", required=True, help="a run or checkpoint, of any backend")
+    for verb in (train_verb, evaluate_verb, generate_verb):
+        verb.add_argument(
+            "--device", metavar="NAME", help="where to compute, in the backend's own words (cpu, cuda, ...)"
+        )
+        verb.add_argument("--json", action="store_true", help="JSON lines on stdout")
+        verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _verb(verbs: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=f"Example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_train(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--text", metavar="PATH", help="file or directory (default: CPython's help topics)")
+    verb.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"{', '.join(SIZES)} (default tiny)")
+    verb.add_argument("--steps", type=int, metavar="N", help="updates in all (default by size)")
+    verb.add_argument("--batch", type=int, metavar="N", help="windows per update (default by size)")
+    verb.add_argument("--length", type=int, metavar="N", help="bytes per window (default by size)")
+    verb.add_argument("--lr", type=float, metavar="X", help="learning rate (default by size)")
+    verb.add_argument("--seed", type=int, metavar="N", help="of weights and data order (default 0)")
+    verb.add_argument(
+        "--precision", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (default float32)"
+    )
+    verb.add_argument("--out", metavar="DIR", help="where the run goes (default runs/<backend>-<size>)")
+    verb.add_argument("--resume", metavar="DIR", help="go on with a run or checkpoint, of any backend")
+    verb.add_argument(
+        "--checkpoint-every", type=int, metavar="N", help="updates between checkpoints (default: the end)"
+    )
+    verb.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
+
+
+def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
+    """Train, or go on training; writes checkpoints, log.jsonl, loss.png and run.json."""
+    given = Settings(
+        **{
+            name: getattr(arguments, name)
+            for name in ("text", "size", "steps", "batch", "length", "lr", "seed", "precision")
+        }
+    )
+    name = backend_name(backend)
+    if arguments.checkpoint_every is not None and arguments.checkpoint_every < 1:
+        raise ValueError(f"--checkpoint-every must be at least 1; got {arguments.checkpoint_every}")
+    if arguments.resume is None:
+        session = begin(backend, name, given, out=arguments.out, device=arguments.device)
+    else:
+        session = resume(backend, name, given, arguments.resume, out=arguments.out, device=arguments.device)
+    return run(session, every=arguments.checkpoint_every, as_json=arguments.json, plain=arguments.plain)
+
+
+def evaluate(backend: ModuleType, arguments: argparse.Namespace) -> int:
+    """Print loss and bits per byte of a checkpoint on held-out text."""
+    checkpoint, settings, model = _load(backend, arguments)
+    length = arguments.length or settings.length or min(64, checkpoint.config.max_length)
+    batch = arguments.batch or settings.batch or checkpoint.train_config.batch
+    if arguments.text is None:
+        text, label = load_text(settings.text)
+        _, tokens = split(byte_tokens(text), length=length)
+        label = f"the validation part of {label}"
+    else:
+        text, label = load_text(arguments.text)
+        tokens = byte_tokens(text)
+    trainer = backend.Trainer(model, checkpoint.train_config)
+    found = trainer.evaluate(evaluation_batches(tokens, batch=batch, length=length, limit=EVALUATION_BATCHES))
+    loss, counted = float(found["loss"]), int(found["tokens"])
+    if arguments.json:
+        row = {"step": checkpoint.step, "loss": loss, "bits_per_byte": bits_per_byte(loss), "tokens": counted}
+        print(json.dumps(row))
+    else:
+        print(f"{checkpoint.path} on {label}:")
+        print(f"loss {loss:.4f}   bits per byte {bits_per_byte(loss):.4f}   {counted:,} bytes")
+    return 0
+
+
+def generate(backend: ModuleType, arguments: argparse.Namespace) -> int:
+    """Print the prompt and what the model writes after it."""
+    _, _, model = _load(backend, arguments)
+    prompt = byte_tokens(arguments.prompt)
+    if not prompt.size:
+        raise ValueError("the prompt must have at least one byte")
+    tokens = to_backend(backend, prompt.astype(np.int32)[None])
+    key = None if arguments.temperature == 0 else backend.key(arguments.seed)
+    written = backend.generate(
+        model,
+        tokens,
+        max_new=arguments.max_new,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        key=key,
+    )
+    text = bytes(from_backend(backend, written)[0].astype(np.uint8)).decode("utf-8", errors="replace")
+    print(json.dumps({"prompt": arguments.prompt, "text": text}) if arguments.json else text)
+    return 0
+
+
+def _load(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Checkpoint, Settings, Any]:
+    checkpoint = read_checkpoint(Path(arguments.resume))
+    if checkpoint.config.vocab != 256 or checkpoint.config.head != "lm" or checkpoint.config.kind != "decoder":
+        raise ValueError(
+            f"{checkpoint.path} is no byte-level language model: expected a decoder with vocab=256 and head='lm'; got "
+            f"kind={checkpoint.config.kind!r}, vocab={checkpoint.config.vocab}, head={checkpoint.config.head!r}"
+        )
+    return checkpoint, stored_settings(checkpoint), restored(backend, checkpoint, arguments.device)
+
+
+def restored(backend: ModuleType, checkpoint: Checkpoint, device: str | None) -> Any:
+    """The checkpoint's model in this backend."""
+    config: ModelConfig = checkpoint.config
+    model = backend.Transformer(config, device=device)
+    backend.set_params(model, checkpoint.params)
+    return model
