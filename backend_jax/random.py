@@ -25,6 +25,7 @@ from core_numpy.contract.checks.random import (
 )
 
 from .arrays import values
+from .words import upper
 
 # Distances of rotation and the parity constant of the key schedule, from the paper's reference code (Random123).
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -129,17 +130,10 @@ def _index_words(shape: tuple[int, ...], strides: list[int]) -> tuple[jax.Array,
         term = i * jnp.uint32(stride % WORD)
         low = low + term
         if not fits:
+            high = high + upper(i, jnp.uint32(stride % WORD)) + i * jnp.uint32(stride // WORD)
             # An unsigned sum below one of its terms has overflown.
-            high = high + _high_product(i, stride) + (low < term).astype(jnp.uint32)
+            high = high + (low < term).astype(jnp.uint32)
     return low, high
-
-
-def _high_product(i: jax.Array, stride: int) -> jax.Array:
-    """The second word of i * stride: the schoolbook product of halves of 16 bits."""
-    a, b = jnp.uint32(stride & 0xFFFF), jnp.uint32((stride >> 16) & 0xFFFF)
-    c, d = i & 0xFFFF, i >> 16
-    middle = (a * c >> 16) + (b * c & 0xFFFF) + (a * d & 0xFFFF)
-    return b * d + (b * c >> 16) + (a * d >> 16) + (middle >> 16) + i * jnp.uint32(stride // WORD)
 
 
 @jax.jit
