@@ -1,5 +1,28 @@
 """See docs/spec.md."""
 
+from core_numpy.contract.config import RotaryScaling
+
+from .arrays import describe, from_numpy, to_numpy, values, wait
+from .attention import (
+    attention,
+    attention_weights,
+    attention_with_lse,
+    available_kernels,
+    explain_kernel,
+    merge_attention,
+)
+from .encodings import (
+    alibi_bias,
+    alibi_slopes,
+    apply_rotary,
+    embed,
+    permute_rotary,
+    relative_bias,
+    relative_buckets,
+    rotary_frequencies,
+    rotary_tables,
+    sinusoidal_encoding,
+)
 from .masks import (
     causal_mask,
     combine_masks,
@@ -12,16 +35,49 @@ from .masks import (
     segment_mask,
     sliding_window_mask,
 )
+from .random import bernoulli, bits_at, categorical, fold_in, key, normal, random_bits, split, uniform, uniform_at
 
 __all__ = [
+    "RotaryScaling",
+    "alibi_bias",
+    "alibi_slopes",
+    "apply_rotary",
+    "attention",
+    "attention_weights",
+    "attention_with_lse",
+    "available_kernels",
+    "bernoulli",
+    "bits_at",
+    "categorical",
     "causal_mask",
     "combine_masks",
+    "describe",
+    "embed",
+    "explain_kernel",
+    "fold_in",
     "from_blocked",
+    "from_numpy",
+    "key",
     "mask_to_bias",
+    "merge_attention",
+    "normal",
     "padding_mask",
     "padding_mask_from_tokens",
+    "permute_rotary",
     "positions_from_mask",
     "prefix_mask",
+    "random_bits",
+    "relative_bias",
+    "relative_buckets",
+    "rotary_frequencies",
+    "rotary_tables",
     "segment_mask",
+    "sinusoidal_encoding",
     "sliding_window_mask",
+    "split",
+    "to_numpy",
+    "uniform",
+    "uniform_at",
+    "values",
+    "wait",
 ]

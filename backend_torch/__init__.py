@@ -1,5 +1,30 @@
 """See docs/spec.md."""
 
+from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
+
+from .attention import (
+    attention,
+    attention_weights,
+    attention_with_lse,
+    available_kernels,
+    explain_kernel,
+    merge_attention,
+)
+from .block import Block, FeedForward, MultiHeadAttention
+from .cache import KVCache, generate
+from .encodings import (
+    alibi_bias,
+    alibi_slopes,
+    apply_rotary,
+    embed,
+    permute_rotary,
+    relative_bias,
+    relative_buckets,
+    rotary_frequencies,
+    rotary_tables,
+    sinusoidal_encoding,
+)
+from .layers import cross_entropy, dropout, gelu, layer_norm, relu, rms_norm, silu, softmax
 from .masks import (
     causal_mask,
     combine_masks,
@@ -12,16 +37,67 @@ from .masks import (
     segment_mask,
     sliding_window_mask,
 )
+from .model import Transformer, get_params, set_params
+from .random import bernoulli, bits_at, categorical, fold_in, key, normal, random_bits, split, uniform, uniform_at
+from .training import Trainer, loss_and_gradients
 
 __all__ = [
+    "Block",
+    "BlockConfig",
+    "FeedForward",
+    "KVCache",
+    "ModelConfig",
+    "MultiHeadAttention",
+    "RotaryScaling",
+    "TrainConfig",
+    "Trainer",
+    "Transformer",
+    "alibi_bias",
+    "alibi_slopes",
+    "apply_rotary",
+    "attention",
+    "attention_weights",
+    "attention_with_lse",
+    "available_kernels",
+    "bernoulli",
+    "bits_at",
+    "categorical",
     "causal_mask",
     "combine_masks",
+    "cross_entropy",
+    "dropout",
+    "embed",
+    "explain_kernel",
+    "fold_in",
     "from_blocked",
+    "gelu",
+    "generate",
+    "get_params",
+    "key",
+    "layer_norm",
+    "loss_and_gradients",
     "mask_to_bias",
+    "merge_attention",
+    "normal",
     "padding_mask",
     "padding_mask_from_tokens",
+    "permute_rotary",
     "positions_from_mask",
     "prefix_mask",
+    "random_bits",
+    "relative_bias",
+    "relative_buckets",
+    "relu",
+    "rms_norm",
+    "rotary_frequencies",
+    "rotary_tables",
     "segment_mask",
+    "set_params",
+    "silu",
+    "sinusoidal_encoding",
     "sliding_window_mask",
+    "softmax",
+    "split",
+    "uniform",
+    "uniform_at",
 ]

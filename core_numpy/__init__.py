@@ -11,6 +11,19 @@ from .attention import (
 from .block import Block, FeedForward, MultiHeadAttention
 from .cache import KVCache, generate
 from .contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
+from .encodings import (
+    alibi_bias,
+    alibi_slopes,
+    apply_rotary,
+    embed,
+    permute_rotary,
+    relative_bias,
+    relative_buckets,
+    rotary_frequencies,
+    rotary_tables,
+    sinusoidal_encoding,
+)
+from .gradients.encodings import apply_rotary_vjp, embed_vjp, permute_rotary_vjp, relative_bias_vjp, rotary_tables_vjp
 from .layers import cross_entropy, dropout, gelu, layer_norm, relu, rms_norm, silu, softmax
 from .masks import (
     causal_mask,
@@ -25,6 +38,7 @@ from .masks import (
     sliding_window_mask,
 )
 from .model import Transformer, get_params, set_params
+from .random import bernoulli, bits_at, categorical, fold_in, key, normal, random_bits, split, uniform, uniform_at
 from .training import Trainer, loss_and_gradients
 
 __all__ = [
@@ -38,32 +52,57 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "Transformer",
+    "alibi_bias",
+    "alibi_slopes",
+    "apply_rotary",
+    "apply_rotary_vjp",
     "attention",
     "attention_weights",
     "attention_with_lse",
     "available_kernels",
+    "bernoulli",
+    "bits_at",
+    "categorical",
     "causal_mask",
     "combine_masks",
     "cross_entropy",
     "dropout",
+    "embed",
+    "embed_vjp",
     "explain_kernel",
+    "fold_in",
     "from_blocked",
     "gelu",
     "generate",
     "get_params",
+    "key",
     "layer_norm",
     "loss_and_gradients",
     "mask_to_bias",
     "merge_attention",
+    "normal",
     "padding_mask",
     "padding_mask_from_tokens",
+    "permute_rotary",
+    "permute_rotary_vjp",
     "positions_from_mask",
     "prefix_mask",
+    "random_bits",
+    "relative_bias",
+    "relative_bias_vjp",
+    "relative_buckets",
     "relu",
     "rms_norm",
+    "rotary_frequencies",
+    "rotary_tables",
+    "rotary_tables_vjp",
     "segment_mask",
     "set_params",
     "silu",
+    "sinusoidal_encoding",
     "sliding_window_mask",
     "softmax",
+    "split",
+    "uniform",
+    "uniform_at",
 ]
