@@ -1,6 +1,6 @@
 """See docs/spec.md."""
 
-from core_numpy.contract.config import RotaryScaling
+from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
 
 from .arrays import describe, from_numpy, to_numpy, values, wait
 from .attention import (
@@ -11,6 +11,8 @@ from .attention import (
     explain_kernel,
     merge_attention,
 )
+from .block import Block, FeedForward, MultiHeadAttention
+from .cache import KVCache, generate
 from .encodings import (
     alibi_bias,
     alibi_slopes,
@@ -23,6 +25,7 @@ from .encodings import (
     rotary_tables,
     sinusoidal_encoding,
 )
+from .layers import cross_entropy, dropout, gelu, layer_norm, relu, rms_norm, silu, softmax
 from .masks import (
     causal_mask,
     combine_masks,
@@ -35,10 +38,21 @@ from .masks import (
     segment_mask,
     sliding_window_mask,
 )
+from .model import Transformer, get_params, set_params
 from .random import bernoulli, bits_at, categorical, fold_in, key, normal, random_bits, split, uniform, uniform_at
+from .training import Trainer, loss_and_gradients
 
 __all__ = [
+    "Block",
+    "BlockConfig",
+    "FeedForward",
+    "KVCache",
+    "ModelConfig",
+    "MultiHeadAttention",
     "RotaryScaling",
+    "TrainConfig",
+    "Trainer",
+    "Transformer",
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
@@ -51,13 +65,20 @@ __all__ = [
     "categorical",
     "causal_mask",
     "combine_masks",
+    "cross_entropy",
     "describe",
+    "dropout",
     "embed",
     "explain_kernel",
     "fold_in",
     "from_blocked",
     "from_numpy",
+    "gelu",
+    "generate",
+    "get_params",
     "key",
+    "layer_norm",
+    "loss_and_gradients",
     "mask_to_bias",
     "merge_attention",
     "normal",
@@ -69,11 +90,16 @@ __all__ = [
     "random_bits",
     "relative_bias",
     "relative_buckets",
+    "relu",
+    "rms_norm",
     "rotary_frequencies",
     "rotary_tables",
     "segment_mask",
+    "set_params",
+    "silu",
     "sinusoidal_encoding",
     "sliding_window_mask",
+    "softmax",
     "split",
     "to_numpy",
     "uniform",

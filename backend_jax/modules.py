@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from core_numpy.contract.config import BlockConfig
 from core_numpy.contract.parameters import Parameter, name_hash
 
 from . import layers, random
+from .arrays import from_numpy
 
 
 class Initial:
@@ -52,20 +54,31 @@ class Initial:
         full = f"{self._prefix}{name}"
         entry = self._table[full]
         if entry.bound is None:
-            drawn = jnp.full(entry.shape, entry.value, self.dtype)
+            drawn = np.full(entry.shape, entry.value, np.float32)
         else:
-            drawn = _draw(self._key, np.uint32(name_hash(full)), np.float32(entry.bound), entry.shape, self.dtype)
-        return nnx.Param(drawn if self._device is None else jax.device_put(drawn, self._device))
+            drawn = _draw(random.fold_in(self._key, name_hash(full)), entry.bound, entry.shape)
+        return nnx.Param(from_numpy(drawn, dtype=self.dtype, device=self._device))
 
     def optional(self, name: str) -> nnx.Param | None:
         """The parameter `name`, or None where the configuration has none."""
         return self.parameter(name) if self.has(name) else None
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(key: jax.Array, hashed: jax.Array, bound: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    u = random.uniform(random.fold_in(key, hashed), shape)
-    return (bound * (2.0 * u - 1.0)).astype(dtype)
+def _draw(key: jax.Array, bound: float, shape: tuple[int, ...]) -> np.ndarray:
+    """bound * (2 u - 1), float32, in pieces of two lengths: compiling for each shape would take longer than drawing."""
+    size = math.prod(shape)
+    count = 1 << 16 if size <= 1 << 16 else 1 << 20
+    pieces = [
+        # The first index of a piece in two words of 32 bits; a piece never crosses from one high word to the next.
+        np.asarray(_piece(key, np.float32(bound), np.uint32(first % (1 << 32)), np.uint32(first >> 32), count))
+        for first in range(0, size, count)
+    ]
+    return np.concatenate(pieces)[:size].reshape(shape)
+
+
+@partial(jax.jit, static_argnames="count")
+def _piece(key: jax.Array, bound: jax.Array, low: jax.Array, high: jax.Array, count: int) -> jax.Array:
+    return bound * (2.0 * random.uniform_at(key, low + jnp.arange(count, dtype=jnp.uint32), high) - 1.0)
 
 
 def find_device(device: Any) -> Any:

@@ -7,6 +7,8 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -71,6 +73,23 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+@contextmanager
+def fit_bar(total: int, wanted: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar for `Trainer.fit` on a terminal where rich is installed, else nothing; call what it gives at each step."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda report: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+    except ImportError:
+        yield lambda report: None
+        return
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("training", total=total)
+        yield lambda report: bar.update(task, advance=1, description=f"loss {report['loss']:.4f}")
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,307 @@
+"""Loss, gradients, and the trainer. Rules: core_numpy.training.
+
+One update is one compiled program over donated parameters and moments: forward, backward, accumulation, clipping, the
+optimiser, the average. It is traced once for each set of batch fields and shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
+from core_numpy.contract.checks import training as checks
+from core_numpy.contract.checks.common import require_int
+from core_numpy.contract.checks.layers import check_loss_options
+from core_numpy.contract.checks.model import check_params
+from core_numpy.contract.config import TrainConfig
+from core_numpy.contract.progress import fit_bar
+from core_numpy.contract.schedule import learning_rate
+
+from . import optimizer, random
+from .arrays import from_numpy, to_numpy
+from .layers import cross_entropy_sum
+from .model import Transformer, named_parameters, set_params
+
+Arrays = dict[str, jax.Array]
+
+# Mixed precision after Micikevicius et al. 2018: the scale starts high, halves at an overflow, and doubles after this
+# many updates without one.
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**15, 2000
+
+
+class Loss(NamedTuple):
+    """How a model's loss is computed: static in a compiled step."""
+
+    graph: nnx.GraphDef
+    compute: str
+    label_smoothing: float
+    z_loss: float
+
+    def total(self, params: Arrays, batch: Arrays, key: jax.Array | None) -> jax.Array:
+        """The sum of the losses of a batch's counted targets."""
+        model = restored(self.graph, {name: p.astype(self.compute) for name, p in params.items()})
+        logits = model.compute(
+            batch["tokens"],
+            kv_lengths=batch.get("lengths"),
+            dropout_key=key,
+            **{name: batch[name] for name in ("segments", "positions", "context", "context_lengths") if name in batch},
+        )
+        return cross_entropy_sum(
+            logits, batch["targets"], ignore_index=checks.IGNORED, label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )[0]  # fmt: skip
+
+    def total_and_count(self, params: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+        """For evaluation: what the batches' means are made of."""
+        return self.total(params, batch, None), _counted(batch)
+
+
+def loss_and_gradients(
+    model: Transformer,
+    batch: dict[str, Any],
+    *,
+    dropout_key: jax.Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean loss of a batch's counted targets and its gradient in every parameter. Rules: core_numpy.training."""
+    checks.check_batch(model.config, batch, dropout_key=dropout_key, dtype=model.dtype, values=np.asarray)
+    check_loss_options(label_smoothing, z_loss)
+    params = {name: p[...] for name, p in named_parameters(model).items()}
+    loss = Loss(nnx.split(model)[0], model.dtype, float(label_smoothing), float(z_loss))
+    value, grads = _value_and_gradients(loss, params, _arrays(batch), dropout_key)
+    return float(value), {name: to_numpy(g) for name, g in grads.items()}
+
+
+@partial(jax.jit, static_argnames="loss")
+def _value_and_gradients(loss: Loss, params: Arrays, batch: Arrays, key: jax.Array | None) -> tuple[jax.Array, Arrays]:
+    divisor = jnp.maximum(_counted(batch), 1)
+    return jax.value_and_grad(lambda p: loss.total(p, batch, key) / divisor)(params)
+
+
+class Trainer:
+    """Trains a model in place: after each update its parameters are the new ones. Rules: core_numpy.training.
+
+    The step's buffers are donated: arrays read from the model before an update are gone after it; copy what is to last.
+    `traces` counts how often the step was traced.
+    """
+
+    def __init__(self, model: Transformer, config: TrainConfig) -> None:
+        checks.check_trainer(model, config)
+        self.model, self.config, self.updates, self.traces = model, config, 0, 0
+        self._variables = named_parameters(model)
+        # Copies, because a step donates the model's arrays and they may be somebody else's too.
+        self._publish({name: jnp.copy(p) for name, p in self._params.items()})
+        self.state = optimizer.initial_state(config, self._params)
+        self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
+        self._good_steps = 0
+        for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
+            stack.remat = config.remat
+        graph = nnx.split(model)[0]
+        self._loss = Loss(graph, config.precision, config.label_smoothing, config.z_loss)
+        self._dropout = model.config.dropout > 0.0
+        self._step = self._update if config.compile is False else jax.jit(self._update, donate_argnums=(0, 1))
+        plain = Loss(graph, config.precision, 0.0, 0.0).total_and_count
+        self._evaluate = plain if config.compile is False else jax.jit(plain)
+
+    def step(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One update; gives loss, gradient norm, learning rate and the number of counted targets.
+
+        With nonfinite="skip", and in float16 after an overflow, a step may leave everything as it was, and warns.
+        """
+        self._check(batch)
+        checks.check_accumulation(len(batch["tokens"]), self.config.accumulate)
+        t = self.updates + 1
+        lr = learning_rate(self.config, t)
+        with jax.default_matmul_precision(self.config.matmul_precision):
+            params, self.state, report = self._step(
+                self._params, self.state, _arrays(batch), np.uint32(t), np.asarray(lr, self._master),
+                np.asarray(self.loss_scale, self._master),
+            )  # fmt: skip
+        self._publish(params)
+        report = jax.device_get(report)
+        squares = report.pop("squares")
+        if np.isfinite(report["grad_norm"]):
+            self.updates = t
+            self._grow_scale()
+        else:
+            # A sum of squares can overflow where no gradient is infinite; its parameter is then named as well.
+            self._refuse(t, [name for name, x in squares.items() if not np.isfinite(x)] or list(squares))
+        return {
+            "loss": float(report["loss"]),
+            "grad_norm": float(report["grad_norm"]),
+            "lr": lr,
+            "tokens": int(report["tokens"]),
+        }
+
+    def fit(self, batches: Iterable[dict[str, Any]], steps: int | None = None, progress: bool = True) -> list[dict]:
+        """A step for each batch, until `steps` of them, or without a number until update `config.steps`."""
+        checks.check_batches(batches)
+        left = max(self.config.steps - self.updates, 0) if steps is None else require_int("steps", steps, 0)
+        reports: list[dict[str, Any]] = []
+        if left == 0:
+            return reports
+        with fit_bar(left, progress) as advance:
+            for batch in batches:
+                reports.append(self.step(batch))
+                advance(reports[-1])
+                if len(reports) == left:
+                    break
+        return reports
+
+    def evaluate(self, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """The mean loss over all counted targets, without dropout, label smoothing and z-loss; nothing changes."""
+        checks.check_batches(batches)
+        total, tokens = 0.0, 0
+        for batch in batches:
+            self._check(batch)
+            with jax.default_matmul_precision(self.config.matmul_precision):
+                loss, count = jax.device_get(self._evaluate(self._params, _arrays(batch)))
+            total, tokens = total + float(loss), tokens + int(count)
+        return {"loss": total / max(tokens, 1), "tokens": tokens}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint into the folder `path`, which any of the three backends can go on from."""
+        extra = {"backend": "jax", "loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        write_checkpoint(
+            path,
+            step=self.updates,
+            params={name: to_numpy(p) for name, p in self._params.items()},
+            state={slot: {name: to_numpy(x) for name, x in arrays.items()} for slot, arrays in self.state.items()},
+            config=self.model.config,
+            train_config=self.config,
+            extra=extra,
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Self:
+        """The trainer of a checkpoint, or of the newest one in a folder; its next update is the one after."""
+        found = read_checkpoint(path)
+        dtype = "float64" if found.train_config.precision == "float64" else "float32"
+        model = Transformer(found.config, dtype=dtype, device=device)
+        set_params(model, found.params)
+        trainer = cls(model, found.train_config)
+        expected = {name: (p.shape, p.dtype.name) for name, p in trainer._params.items()}
+        for slot, arrays in trainer.state.items():
+            check_params(expected, found.state.get(slot, {}))
+            for name, x in arrays.items():
+                arrays[name] = from_numpy(found.state[slot][name], device=x.sharding)
+        trainer.updates = found.step
+        trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
+        trainer._good_steps = int(found.extra.get("good_steps", 0))
+        return trainer
+
+    @property
+    def ema(self) -> dict[str, np.ndarray] | None:
+        """The averaged parameters as NumPy arrays, for `set_params`; None without an average."""
+        return {name: to_numpy(x) for name, x in self.state["ema"].items()} if "ema" in self.state else None
+
+    @property
+    def _master(self) -> str:
+        return "float64" if self.config.precision == "float64" else "float32"
+
+    def _check(self, batch: Any) -> None:
+        checks.check_batch(self.model.config, batch, dropout_key=None, dtype=self._master, values=np.asarray)
+
+    @property
+    def _params(self) -> Arrays:
+        """The model's own arrays: it and its trainer never disagree."""
+        return {name: p[...] for name, p in self._variables.items()}
+
+    def _publish(self, params: Arrays) -> None:
+        for name, p in self._variables.items():
+            p.set_value(params[name])
+
+    def _grow_scale(self) -> None:
+        if self.config.precision != "float16":
+            return
+        self._good_steps += 1
+        if self._good_steps >= GROWTH_INTERVAL:
+            self.loss_scale, self._good_steps = self.loss_scale * 2.0, 0
+
+    def _refuse(self, t: int, names: list[str]) -> None:
+        """A norm that is not finite: nothing was changed. Stop or say that the step was left out."""
+        if self.config.precision == "float16" and self.loss_scale > 1.0:
+            self.loss_scale, self._good_steps = self.loss_scale / 2.0, 0
+            warnings.warn(
+                f"update {t} overflowed in float16 and was left out; the loss scale is now {self.loss_scale:g}",
+                RuntimeWarning, stacklevel=3,
+            )  # fmt: skip
+            return
+        if self.config.nonfinite == "stop":
+            checks.check_finite(t, names)
+
+    def _update(
+        self,
+        params: Arrays,
+        state: dict[str, Arrays],
+        batch: Arrays,
+        t: jax.Array,
+        lr: jax.Array,
+        loss_scale: jax.Array,
+    ) -> tuple[Arrays, dict[str, Arrays], dict[str, Any]]:
+        """What is compiled: new parameters, new state, and what the step reports."""
+        self.traces += 1
+        config = self.config
+        tokens = _counted(batch)
+        # Cast before dividing: an int32 count and a float32 scale would give float32 to a float64 loss.
+        factor = loss_scale / jnp.maximum(tokens, 1).astype(self._master)
+        key = random.fold_in(random.key(config.seed), t) if self._dropout else None
+
+        def gradients(micro: Arrays, m: Any) -> tuple[jax.Array, Arrays]:
+            own = None if key is None else random.fold_in(key, m)
+            return jax.value_and_grad(lambda p: self._loss.total(p, micro, own).astype(self._master) * factor)(params)
+
+        loss, grads = _accumulated(gradients, batch, config.accumulate)
+        if config.precision == "float16":
+            loss, grads = loss / loss_scale, {name: g / loss_scale for name, g in grads.items()}
+        squares = optimizer.square_sums(grads)
+        norm = jnp.sqrt(sum(squares.values()))
+        grads = optimizer.clip(grads, norm, config.clip_norm)
+        fresh, after = optimizer.update(config, params, grads, state, t=t, lr=lr)
+        # Selected in the same loops that compute the update; a step that is left out changes nothing.
+        fresh, after = jax.tree.map(partial(jnp.where, jnp.isfinite(norm)), (fresh, after), (params, state))
+        return fresh, after, {"loss": loss, "grad_norm": norm, "tokens": tokens, "squares": squares}
+
+
+def _accumulated(gradients: Any, batch: Arrays, count: int) -> tuple[jax.Array, Arrays]:
+    """The sum over micro-batches, rows m n to (m + 1) n - 1 each, in a loop that is compiled once."""
+    if count == 1:
+        return gradients(batch, np.uint32(0))
+    micros = {
+        # Positions (T,) belong to every row.
+        name: jnp.broadcast_to(x, (count, *x.shape))
+        if name == "positions" and x.ndim == 1
+        else x.reshape(count, x.shape[0] // count, *x.shape[1:])
+        for name, x in batch.items()
+    }
+    rest = {name: x[1:] for name, x in micros.items()}
+
+    def add(total: Any, item: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradients(*item)), None
+
+    first = gradients({name: x[0] for name, x in micros.items()}, np.uint32(0))
+    return jax.lax.scan(add, first, (rest, jnp.arange(1, count, dtype=jnp.uint32)))[0]
+
+
+def restored(graph: nnx.GraphDef, params: Arrays) -> Transformer:
+    """The module of a graph with these arrays as its parameters."""
+    paths = {tuple(int(part) if part.isdigit() else part for part in name.split(".")): p for name, p in params.items()}
+    return nnx.merge(graph, nnx.State.from_flat_path({path: nnx.Param(p) for path, p in paths.items()}))
+
+
+def _counted(batch: Arrays) -> jax.Array:
+    return jnp.sum(batch["targets"] != checks.IGNORED)
+
+
+def _arrays(batch: dict[str, Any]) -> Arrays:
+    return {name: jnp.asarray(x) for name, x in batch.items()}
