@@ -1,0 +1,294 @@
+"""Attention and feed-forward with their parameters, and the block. Rules: core_numpy.block.
+
+All are `nn.Module`s with `nn.Linear` inside: `state_dict` keys are the canonical names, and they train in anybody's
+loop with `torch.optim`, under `torch.compile` and `torch.func.functional_call`. In train mode dropout without a key
+draws one from torch's generator; in eval mode nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core_numpy.contract import parameters as contract
+from core_numpy.contract.checks.model import (
+    check_attention_call,
+    check_block_call,
+    check_feed_forward_call,
+    check_module,
+)
+from core_numpy.contract.config import BlockConfig, ModelConfig
+
+from .arrays import values
+from .attention import attention, attention_weights
+from .cache import KVCache, LayerCache
+from .encodings import apply_rotary, rotary_frequencies, rotary_tables
+from .initial import initialise
+from .layers import drop, normalise_layer, normalise_rms
+from .random import split
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Norm(nn.Module):
+    """The layer norm or RMS norm that a configuration asks for, over the last axis; any shape (..., size)."""
+
+    def __init__(self, config: BlockConfig, factory: dict[str, Any], *, size: int | None = None) -> None:
+        """`size` given: the RMS norm over a head of `qk_norm`, which has no bias whatever the block's norm is."""
+        super().__init__()
+        self.rms = config.norm == "rms" or size is not None
+        self.eps, self.unit_offset = config.norm_eps, config.unit_offset
+        self.weight = nn.Parameter(torch.empty(config.width if size is None else size, **factory))
+        has_bias = config.has_norm_bias and size is None
+        self.bias = nn.Parameter(torch.empty(config.width, **factory)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rms:
+            return normalise_rms(x, self.weight, self.eps, self.unit_offset)
+        return normalise_layer(x, self.weight, self.bias, self.eps, self.unit_offset)
+
+
+class MultiHeadAttention(nn.Module):
+    """Projections, optional q/k norm and rotation, attention, output projection. Rules: core_numpy.block.
+
+    x (B, T, W) -> (B, T, W); with a context (B, S, W) the keys and values are the context's.
+    """
+
+    def __init__(self, config: BlockConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        super().__init__()
+        check_module(config, seed, dtype, model=False)
+        self.config = config
+        self.causal = config.is_causal if isinstance(config, ModelConfig) else bool(config.causal)
+        self.rotary_layout = config.rotary_layout if isinstance(config, ModelConfig) else "half"
+        width, bias, factory = config.width, config.attention_bias, parts(dtype)
+        self.query = nn.Linear(width, config.heads * config.key_size, bias=bias, **factory)
+        self.key = nn.Linear(width, config.groups * config.key_size, bias=bias, **factory)
+        self.value = nn.Linear(width, config.groups * config.value_size, bias=bias, **factory)
+        self.output = nn.Linear(config.heads * config.value_size, width, bias=config.has_output_bias, **factory)
+        self.query_norm = Norm(config, factory, size=config.key_size) if config.qk_norm else None
+        self.key_norm = Norm(config, factory, size=config.key_size) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.heads, **factory)) if config.sinks else None
+        initialise(self, contract.attention_parameters(config), seed, device)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cache: KVCache | LayerCache | None = None,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v, options = self._inputs(
+            x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions, rotary=rotary,
+            cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+        )  # fmt: skip
+        key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
+        rate = 0.0 if key is None else self.config.dropout
+        out = attention(q, k, v, **options, dropout_rate=rate, dropout_key=key)
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return self.output(out.transpose(1, 2).flatten(2))
+
+    def weights(self, x: Tensor, **arguments: Any) -> Tensor:
+        """The weights (B, H, T, S) of the same call, before dropout; a cache is read and written but not advanced."""
+        q, k, _, options = self._inputs(x, **arguments)
+        return attention_weights(q, k, **options)
+
+    def _inputs(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q (B, H, T, D), k (B, G, S, D), v (B, G, S, Dv), and what `attention` is told besides."""
+        context, cache = arguments.get("context"), arguments.get("cache")
+        plan = check_attention_call(
+            self.config, x, **ARGUMENTS | arguments, dtype=dtype_of(self.query.weight), values=values
+        )
+        config, source = self.config, x if context is None else context
+        q = heads_of(self.query(x), config.heads)
+        k = heads_of(self.key(source), config.groups)
+        v = heads_of(self.value(source), config.groups)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        options: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": self.sinks}
+        if context is not None:
+            return q, k, v, options | {"kv_lengths": arguments.get("context_lengths")}
+        rotary = arguments.get("rotary")
+        if rotary is None and isinstance(config, ModelConfig) and config.positions == "rotary":
+            rotary = rotary_of(config, arguments.get("positions"), plan.past, plan.T, x.device)
+        if rotary is not None:
+            q = apply_rotary(q, *rotary, layout=self.rotary_layout)
+            k = apply_rotary(k, *rotary, layout=self.rotary_layout)
+        if cache is not None:
+            k, v = cache.write(k, v)
+        segments = arguments.get("segments")
+        return (
+            q,
+            k,
+            v,
+            options
+            | {
+                "mask": arguments.get("mask"),
+                "bias": arguments.get("bias"),
+                "causal": self.causal,
+                "window": config.window,
+                "q_offset": plan.past,
+                "kv_lengths": arguments.get("kv_lengths"),
+                "q_segments": segments,
+                "kv_segments": segments,
+            },
+        )
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) where gated. Rules: core_numpy.block.
+
+    x (B, T, W) -> (B, T, W).
+    """
+
+    def __init__(self, config: BlockConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        super().__init__()
+        check_module(config, seed, dtype, model=False)
+        self.config = config
+        width, hidden, bias, factory = config.width, config.hidden_size, config.ffn_bias, parts(dtype)
+        self.up = nn.Linear(width, hidden, bias=bias, **factory)
+        self.gate = nn.Linear(width, hidden, bias=bias, **factory) if config.gated else None
+        self.down = nn.Linear(hidden, width, bias=bias, **factory)
+        initialise(self, contract.feed_forward_parameters(config), seed, device)
+
+    def forward(self, x: Tensor, *, dropout_key: Tensor | None = None) -> Tensor:
+        check_feed_forward_call(self.config, x, dropout_key=dropout_key, dtype=dtype_of(self.up.weight))
+        key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
+        if self.gate is None:
+            inner = activate(self.config.activation, self.up(x))
+        else:
+            inner = activate(self.config.activation, self.gate(x)) * self.up(x)
+        return drop(self.down(inner), self.config.dropout, key)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward around a residual stream, x (B, T, W) -> (B, T, W). Rules: core_numpy.block.
+
+    pre x + f(norm(x)); post norm(x + f(x)); sandwich x + norm_post(f(norm(x))); parallel both at once.
+    """
+
+    def __init__(self, config: BlockConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        super().__init__()
+        check_module(config, seed, dtype, model=False)
+        self.config = config
+        factory, inner = parts(dtype), {"dtype": dtype, "device": "meta"}  # type: tuple[dict[str, Any], dict[str, Any]]
+        self.attention = MultiHeadAttention(config, **inner)
+        # A sink is a property of self-attention.
+        self.cross = MultiHeadAttention(config.replace(sinks=False), **inner) if config.cross_attention else None
+        self.ffn = FeedForward(config, **inner)
+        self.norm1 = Norm(config, factory)
+        self.norm2 = None if config.shared_norm else Norm(config, factory)
+        self.norm3 = Norm(config, factory) if config.cross_attention else None
+        sandwich = config.norm_place == "sandwich"
+        self.norm1_post = Norm(config, factory) if sandwich else None
+        self.norm2_post = Norm(config, factory) if sandwich else None
+        initialise(self, contract.block_parameters(config), seed, device)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cache: KVCache | LayerCache | None = None,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        own = {"mask": mask, "bias": bias, "kv_lengths": kv_lengths, "segments": segments, "positions": positions,
+               "rotary": rotary, "cache": cache}  # fmt: skip
+        check_block_call(
+            self.config, x, **own, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+            dtype=dtype_of(self.attention.query.weight), cross=self.cross is not None, values=values,
+        )  # fmt: skip
+        rate = self.config.dropout
+        key = dropout_key_of(self, rate, dropout_key, x.device)
+        keys = (None,) * 5 if key is None else split(key, 5).unbind()
+
+        def attend(x: Tensor) -> Tensor:
+            return drop(self.attention(x, **own, dropout_key=keys[0]), rate, keys[1])
+
+        def feed(x: Tensor) -> Tensor:
+            return self.ffn(x, dropout_key=keys[2])
+
+        if self.config.norm_place == "parallel":
+            first = self.norm1(x)
+            second = first if self.norm2 is None else self.norm2(x)
+            return x + attend(first) + feed(second)
+        x = self._branch(x, attend, self.norm1, self.norm1_post)
+        if self.cross is not None and self.norm3 is not None:
+            cross = self.cross
+
+            def read(x: Tensor) -> Tensor:
+                y = cross(x, context=context, context_lengths=context_lengths, dropout_key=keys[3])
+                return drop(y, rate, keys[4])
+
+            x = self._branch(x, read, self.norm3, None)
+        return self._branch(x, feed, self.norm2 or self.norm1, self.norm2_post)
+
+    def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm, post: Norm | None) -> Tensor:
+        """x and what f adds to it, with the norms where the configuration places them."""
+        if self.config.norm_place == "post":
+            return norm(x + f(x))
+        y = f(norm(x))
+        return x + (y if post is None else post(y))
+
+
+def parts(dtype: str) -> dict[str, Any]:
+    """Where parts are made before `initialise` gives them memory: nowhere, so that nothing is drawn or filled twice."""
+    return {"dtype": getattr(torch, dtype), "device": "meta"}
+
+
+def dtype_of(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def heads_of(x: Tensor, heads: int) -> Tensor:
+    """(B, T, heads * D) -> (B, heads, T, D)."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def dropout_key_of(module: nn.Module, rate: float, key: Tensor | None, device: torch.device) -> Tensor | None:
+    """The key a call drops with: None in eval mode or at rate 0; drawn from torch's generator where none is given."""
+    if rate == 0.0 or not module.training:
+        return None
+    return torch.randint(2**32, (2,), device=device) if key is None else key
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    if name in ("silu", "swiglu"):
+        return F.silu(x)
+    if name == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if name in ("gelu_tanh", "geglu_tanh") else "none")
+
+
+def rotary_of(config: ModelConfig, positions: Tensor | None, past: int, T: int, device: torch.device) -> Rotary:
+    """cos and sin (T, r) or (B, T, r) of the positions, by default those after `past`."""
+    frequencies, factor = rotary_frequencies(
+        config.rotary_size, base=config.rotary_base, scaling=config.rotary_scaling, length=past + T
+    )
+    if positions is None:
+        positions = torch.arange(past, past + T, device=device)
+    return rotary_tables(positions, frequencies, attention_factor=factor)
+
+
+ARGUMENTS: dict[str, None] = dict.fromkeys(
+    "mask bias kv_lengths segments positions rotary cache dropout_key context context_lengths".split()
+)

@@ -1,0 +1,41 @@
+"""Initial values, bit for bit those of every backend. Rules: core_numpy.contract.parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core_numpy.contract.parameters import Parameter, name_hash
+
+from .random import fold_in, key, uniform
+
+
+def initialise(module: nn.Module, table: Mapping[str, Parameter], seed: int, device: Any) -> None:
+    """Give a module that was made on the meta device its memory on `device`, and each parameter its value by name.
+
+    Without a device the current default one, as in torch's own modules. On the meta device nothing is drawn.
+    """
+    module.names = tuple(table)  # type: ignore[assignment]
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type == "meta":
+        return
+    module.to_empty(device=device)
+    root = key(seed).to(device)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            spec = table[name]
+            if spec.bound is None:
+                parameter.fill_(spec.value)
+            else:
+                drawn = uniform(fold_in(root, name_hash(name)), spec.shape)
+                parameter.copy_(turn(module, name, spec.bound * (2.0 * drawn - 1.0)))
+
+
+def turn(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Canonical to torch's orientation and back, here alone: `nn.Linear` stores (out, in), canonical is (in, out)."""
+    owner, _, leaf = name.rpartition(".")
+    is_linear = leaf == "weight" and isinstance(module.get_submodule(owner), nn.Linear)
+    return x.t() if is_linear else x

@@ -1,0 +1,299 @@
+"""Embeddings, blocks, final norm and head; parameters in and out. Rules: core_numpy.model.
+
+`Transformer` is an `nn.Module` whose `state_dict` keys are the canonical names. `nn.Linear` and `nn.Embedding` are
+kept, so tools that look for them (LoRA, quantisation, sharding) find them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from core_numpy.contract.checks.model import check_model_call, check_module, check_params
+from core_numpy.contract.config import BlockConfig, ModelConfig
+from core_numpy.contract.parameters import model_parameters
+
+from .arrays import from_numpy, to_numpy, values
+from .block import Block, Norm, dropout_key_of, dtype_of, parts, rotary_of
+from .cache import KVCache
+from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
+from .initial import initialise, turn
+from .layers import accumulation, drop
+from .random import fold_in
+
+
+class Bias(nn.Module):
+    """A head whose matrix is the embedding's: only the bias is its own."""
+
+    def __init__(self, size: int, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(size, **factory))
+
+
+class Table(nn.Module):
+    """A matrix that is read by rows."""
+
+    def __init__(self, rows: int, columns: int, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, **factory))
+
+
+class Stack(nn.Module):
+    """One stack of blocks with what stands before and after it: a whole decoder or encoder, or a side of a pair."""
+
+    def build(self, config: ModelConfig, dtype: str, *, cross: bool, embedding: bool = True) -> None:
+        """Make the parts on the meta device. `embedding=False`: the other side's table is read."""
+        self.config = config
+        factory, width = parts(dtype), config.width
+        if embedding:
+            # From memory that exists nowhere yet: nn.Embedding would draw its values.
+            self.embedding = nn.Embedding(config.vocab, width, _weight=torch.empty(config.vocab, width, **factory))
+        self.positions = Table(config.max_length, width, factory) if config.positions == "learned" else None
+        relative = config.positions == "relative"
+        self.relative = Table(config.relative_buckets, config.heads, factory) if relative else None
+        self.embedding_norm = Norm(config, factory) if config.embedding_norm else None
+        blocks = [
+            Block(config.block(i, cross_attention=cross), dtype=dtype, device="meta") for i in range(config.layers)
+        ]
+        for block in blocks:
+            block.attention.rotary_layout = config.rotary_layout
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = Norm(config, factory) if config.final_norm else None
+        self.head = self._head(factory)
+        self.remat = False
+
+    def _head(self, factory: dict[str, Any]) -> nn.Module | None:
+        config = self.config
+        if config.head == "none":
+            return None
+        size = config.vocab if config.head == "lm" else config.classes or 0
+        if config.tie_embeddings:
+            return Bias(size, factory) if config.has_head_bias else None
+        return nn.Linear(config.width, size, bias=config.has_head_bias, **factory)
+
+    def run(
+        self,
+        tokens: Tensor,
+        *,
+        table: Tensor | None = None,
+        mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V), (B, classes) or hidden (B, T, W). `table`: another side's embedding."""
+        config, T = self.config, tokens.shape[1]
+        past = 0 if cache is None else cache.length
+        table = self.embedding.weight if table is None else table
+        x = self._embed(tokens, table, positions, past)
+        x = drop(x, config.dropout, None if key is None else fold_in(key, config.layers))
+        shared: dict[str, Any] = {
+            "mask": mask, "kv_lengths": kv_lengths, "segments": segments, "context": context,
+            "context_lengths": context_lengths, "bias": self._bias(past, T, x),
+        }  # fmt: skip
+        if config.positions == "rotary":
+            shared["rotary"] = rotary_of(config, positions, past, T, x.device)
+        for i, block in enumerate(self.blocks):
+            own: dict[str, Any] = {
+                "cache": None if cache is None else cache.layer(i, cast(BlockConfig, block.config)),
+                "dropout_key": None if key is None else fold_in(key, i),
+            }
+            if self.remat and torch.is_grad_enabled():
+                # Dropout comes from keys, so torch's generators need not be kept.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **shared, **own)
+            else:
+                x = block(x, **shared, **own)
+        if cache is not None:
+            cache.advance(T)
+        return self._finish(x, table, kv_lengths, segments)
+
+    def _embed(self, tokens: Tensor, table: Tensor, positions: Tensor | None, past: int) -> Tensor:
+        config, T = self.config, tokens.shape[1]
+        x = F.embedding(tokens.long(), table)
+        if config.embedding_scale is not None:
+            x = x * config.embedding_scale
+        if self.positions is not None:
+            rows = self.positions.weight
+            x = x + (rows[past : past + T] if positions is None else F.embedding(positions.long(), rows))
+        if config.positions == "sinusoidal":
+            if positions is None:
+                positions = torch.arange(past, past + T, device=x.device)
+            x = x + sinusoidal_encoding(positions, config.width, dtype=dtype_of(x))
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _bias(self, past: int, T: int, x: Tensor) -> Tensor | None:
+        """What ALiBi or relative positions add to the scores, (1, H, T, S)."""
+        config, S = self.config, past + T
+        if config.positions == "alibi":
+            wide = "float64" if x.dtype == torch.float64 else "float32"
+            return alibi_bias(config.heads, T, S, q_offset=past, dtype=wide).to(x.device)[None]
+        if self.relative is None:
+            return None
+        return relative_bias(
+            self.relative.weight, T, S, buckets=config.relative_buckets, max_distance=config.relative_max_distance,
+            bidirectional=not config.is_causal, q_offset=past,
+        )[None]  # fmt: skip
+
+    def _finish(self, x: Tensor, table: Tensor, kv_lengths: Tensor | None, segments: Tensor | None) -> Tensor:
+        config = self.config
+        if self.norm is not None:
+            x = self.norm(x)
+        if config.head == "classifier":
+            x = pool(x, config.pool, kv_lengths, segments)
+        if config.tie_embeddings:
+            logits = F.linear(x, table, self.head.bias if isinstance(self.head, Bias) else None)
+        elif self.head is not None:
+            logits = self.head(x)
+        else:
+            return x
+        if config.logit_scale is not None:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        return logits
+
+
+class Transformer(Stack):
+    """A decoder, an encoder or an encoder-decoder. Rules: core_numpy.model.
+
+    model(tokens): (B, T) -> (B, T, V) logits, (B, classes), or (B, T, W) with head="none".
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
+        super().__init__()
+        check_module(config, seed, dtype, model=True)
+        if config.kind == "encoder_decoder":
+            self.config = config
+            self.encoder, self.decoder = Stack(), Stack()
+            self.encoder.build(config.stack("encoder"), dtype, cross=False, embedding=not config.share_embedding)
+            self.decoder.build(config.stack("decoder"), dtype, cross=True)
+        else:
+            self.build(config, dtype, cross=False)
+        initialise(self, model_parameters(config), seed, device)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the parameters' dtype."""
+        return dtype_of(self._reader().embedding.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        check_model_call(
+            self.config, tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
+            dropout_key=dropout_key, context=context, context_lengths=context_lengths, dtype=self.dtype, values=values,
+        )  # fmt: skip
+        key = dropout_key_of(self, self.config.dropout, dropout_key, tokens.device)
+        own: dict[str, Any] = {"mask": mask, "kv_lengths": kv_lengths, "segments": segments, "positions": positions}
+        if context is None:
+            return self.run(tokens, **own, cache=cache, key=key)
+        source = self.encode(context, context_lengths, key=None if key is None else fold_in(key, 0))
+        return self.decode(
+            tokens, **own, source=source, context_lengths=context_lengths, cache=cache,
+            key=None if key is None else fold_in(key, 1),
+        )  # fmt: skip
+
+    def encode(self, context: Tensor, context_lengths: Tensor | None, *, key: Tensor | None = None) -> Tensor:
+        """The source (B, S) read by the encoder of an encoder-decoder, (B, S, W); unchecked."""
+        table = self.decoder.embedding.weight if self.config.share_embedding else None
+        return self.encoder.run(context, table=table, kv_lengths=context_lengths, key=key)
+
+    def decode(
+        self, tokens: Tensor, *, source: Tensor | None, context_lengths: Tensor | None = None, **own: Any
+    ) -> Tensor:
+        """The logits of tokens, given the encoded source of an encoder-decoder or None; unchecked."""
+        return self._reader().run(tokens, context=source, context_lengths=context_lengths, **own)
+
+    def attention_maps(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Each layer's self-attention weights (B, H, T, S), before dropout; an encoder-decoder gives its decoder's."""
+        maps: list[Tensor] = []
+
+        def keep(attention: Any, inputs: tuple[Tensor], arguments: dict[str, Any]) -> None:
+            maps.append(attention.weights(*inputs, **arguments))
+
+        hooks = [
+            block.get_submodule("attention").register_forward_pre_hook(keep, with_kwargs=True)
+            for block in self._reader().blocks
+        ]
+        try:
+            self(
+                tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
+                dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+            )  # fmt: skip
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return maps
+
+    def _reader(self) -> Stack:
+        """The stack that reads the tokens: the decoder of a pair, or the model itself."""
+        return self.decoder if self.config.kind == "encoder_decoder" else self
+
+
+def pool(x: Tensor, how: str, kv_lengths: Tensor | None, segments: Tensor | None) -> Tensor:
+    """(B, T, W) -> (B, W): the mean over each row's real tokens, its first or its last; 0 where a row has none."""
+    B, T, _ = x.shape
+    real = torch.ones(B, T, dtype=torch.bool, device=x.device)
+    if kv_lengths is not None:
+        real = real & (torch.arange(T, device=x.device) < kv_lengths[:, None])
+    if segments is not None:
+        real = real & (segments >= 0)
+    count = real.cumsum(1)
+    if how == "first":
+        real = real & (count == 1)
+    elif how == "last":
+        real = real & (count == count[:, -1:])
+    # Selected, not multiplied by 0: a padded column may hold NaN.
+    total = torch.where(real[:, :, None], x, 0.0).to(accumulation(x.dtype)).sum(1)
+    return (total / real.sum(1).clamp(min=1)[:, None]).to(x.dtype)
+
+
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by canonical name, in the canonical order."""
+    own, names = dict(module.named_parameters()), cast("tuple[str, ...]", module.names)
+    return {name: own[name] for name in names}
+
+
+def get_params(module: nn.Module) -> dict[str, np.ndarray]:
+    """Every parameter as a NumPy array under its canonical name, linear weights (in, out). Rules: core_numpy.model."""
+    return {name: to_numpy(turn(module, name, p)) for name, p in named(module).items()}
+
+
+@torch.no_grad()
+def set_params(module: nn.Module, params: dict[str, np.ndarray]) -> None:
+    """Copy `params` in: exactly the module's names, each with its shape and dtype. Rules: core_numpy.model."""
+    own = named(module)
+    check_params({name: (tuple(turn(module, name, p).shape), dtype_of(p)) for name, p in own.items()}, params)
+    for name, p in own.items():
+        p.copy_(turn(module, name, from_numpy(params[name], device=p.device)))

@@ -1,0 +1,342 @@
+"""Loss, gradients and the training loop. Rules: core_numpy.training.
+
+Native: parameters and gradients lie in one flat buffer each (`optimizer.Flat`); in half precision the pass runs on a
+cast copy by `torch.func.functional_call`, and float16 has a dynamic loss scale; `remat` is `torch.utils.checkpoint`;
+`compile` is `torch.compile`. A step reads from the device once, loss and norm together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from core_numpy.contract.checks.common import require_int
+from core_numpy.contract.checks.layers import check_loss_options
+from core_numpy.contract.checks.model import check_params
+from core_numpy.contract.checks.training import (
+    IGNORED,
+    check_accumulation,
+    check_batch,
+    check_batches,
+    check_finite,
+    check_one_device,
+    check_trainer,
+)
+from core_numpy.contract.config import TrainConfig
+from core_numpy.contract.files import read_checkpoint, write_checkpoint
+from core_numpy.contract.progress import fit_bar
+from core_numpy.contract.schedule import learning_rate
+
+from .arrays import from_numpy, to_numpy
+from .initial import turn
+from .layers import summed_cross_entropy
+from .model import Stack, Transformer, get_params, named, set_params
+from .optimizer import Flat, clip, global_norm, initial_state, not_finite, update
+from .random import fold_in, key
+
+Batch = Mapping[str, Any]
+# The names of a batch's fields in a call of the model.
+CALL = {name: name for name in ("segments", "positions", "context", "context_lengths")} | {"lengths": "kv_lengths"}
+# As in torch.amp.GradScaler: a start that overflows once or twice at most, and a doubling that costs one step in 2000.
+FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
+
+log = logging.getLogger(__name__)
+
+
+def loss_and_gradients(
+    model: Transformer,
+    batch: Batch,
+    *,
+    dropout_key: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean loss over counted targets, and its gradient for every parameter by canonical name, weights (in, out).
+
+    Dropout acts with a key and not without, whatever mode the model is in. Rules: core_numpy.training.
+    """
+    arrays = _arrays(batch)
+    check_batch(model.config, arrays, dropout_key=dropout_key, dtype=model.dtype, values=np.asarray)
+    check_loss_options(label_smoothing, z_loss)
+    own = named(model)
+    leaves = [p for p in own.values() if p.requires_grad]
+    with _mode(model, dropout_key is not None):
+        total = _loss_sum(model, *_tensors(arrays, _device(model)), dropout_key, label_smoothing, z_loss)
+    loss = total / max(_counted(arrays), 1)
+    grads = dict(zip([name for name, p in own.items() if p.requires_grad], _differentiate(loss, leaves), strict=True))
+    return float(loss), {
+        name: to_numpy(turn(model, name, grads[name] if name in grads else torch.zeros_like(p)))
+        for name, p in own.items()
+    }
+
+
+class Trainer:
+    """Updates a model's parameters, batch by batch, in place. Rules: core_numpy.training, core_numpy.optimizer.
+
+    The parameters become views into one buffer; move the model to another device before, not after. `updates` counts
+    the finished updates, `state` holds the optimiser's slots as buffers of the same layout.
+    """
+
+    def __init__(self, model: Transformer, config: TrainConfig) -> None:
+        check_trainer(model, config)
+        check_one_device(config)
+        self.model, self.config, self.updates = model, config, 0
+        self.flat = Flat.of(named(model))
+        self.grads = self.flat.like()
+        self.state = initial_state(config, self.flat)
+        self._low: Tensor | None = None
+        self.loss_scale, self._good = (FIRST_SCALE if config.precision == "float16" else 1.0), 0
+        if config.precision in ("float32", "float64"):
+            own: Mapping[str, Tensor] = named(model)
+        else:
+            self._low = torch.empty_like(self.flat.data, dtype=getattr(torch, config.precision))
+            own = {name: view.detach().requires_grad_() for name, view in self.flat.views(self._low).items()}
+        # In the order of the flat buffer.
+        self._leaves = {name: own[name] for name in self.flat.places}
+        self._gradient_views = list(self.flat.views(self.grads).values())
+        self.compiled = _wants_compiler(config, self.flat.data.device)
+        self._loss = torch.compile(_loss_sum) if self.compiled else _loss_sum
+
+    def step(self, batch: Batch) -> dict[str, Any]:
+        """One update: {"loss", "grad_norm" before clipping, "lr", "tokens" counted}."""
+        config, arrays, t = self.config, _arrays(batch), self.updates + 1
+        check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
+        check_accumulation(len(arrays["tokens"]), config.accumulate)
+        counted, lr = _counted(arrays), learning_rate(config, t)
+        with _matmul_precision(config):
+            mean = self._gradients(arrays, t, max(counted, 1))
+            loss, norm = torch.stack([mean, global_norm(self.grads)]).tolist()
+        report = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": counted}
+        if not np.isfinite(norm):
+            names = list(not_finite(self.flat, self.grads))
+            if names:
+                return self._refuse(report, names)
+            # Every gradient is finite and only their squares are not.
+            report["grad_norm"] = norm = float(torch.linalg.vector_norm(self.grads, dtype=torch.float64))
+        clip(self.grads, norm, config.clip_norm)
+        update(config, self.flat, self.grads, self.state, t=t, lr=lr)
+        self.updates = t
+        self._good += 1
+        if config.precision == "float16" and self._good == GROWTH_STEPS:
+            self.loss_scale, self._good = 2.0 * self.loss_scale, 0
+        return report
+
+    def _refuse(self, report: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        """Leave an update out: a float16 overflow halves the loss scale, else the configuration decides."""
+        t = self.updates + 1
+        if self.loss_scale > 1.0:
+            self.loss_scale, self._good = self.loss_scale / 2.0, 0
+            log.warning("update %d left out: float16 gradients overflowed; the loss scale is %g", t, self.loss_scale)
+        elif self.config.nonfinite == "stop":
+            check_finite(t, names)
+        else:
+            log.warning("update %d left out: gradients that are not finite in %s", t, ", ".join(names[:5]))
+        return report
+
+    def _gradients(self, arrays: dict[str, np.ndarray], t: int, counted: int) -> Tensor:
+        """The mean loss, not yet read, with the mean's gradients in `self.grads`, over all micro-batches."""
+        config, device = self.config, self.flat.data.device
+        each = len(arrays["tokens"]) // config.accumulate
+        root = fold_in(key(config.seed).to(device), t) if self.model.config.dropout else None
+        mean = torch.zeros((), dtype=self.grads.dtype, device=device)
+        with _mode(self.model, True), _remat(self.model, config.remat):
+            target = self._module()
+            for m in range(config.accumulate):
+                part = {name: _rows(name, x, slice(m * each, (m + 1) * each)) for name, x in arrays.items()}
+                loss = self._loss(
+                    target, *_tensors(part, device), None if root is None else fold_in(root, m),
+                    config.label_smoothing, config.z_loss,
+                ) / counted  # fmt: skip
+                grads = _differentiate(
+                    loss if self.loss_scale == 1.0 else loss * self.loss_scale, self._leaves.values()
+                )
+                if m == 0:
+                    torch._foreach_copy_(self._gradient_views, grads)
+                else:
+                    torch._foreach_add_(self._gradient_views, [g.to(self.grads.dtype) for g in grads])
+                mean = mean + loss.detach()
+        if self.loss_scale != 1.0:
+            self.grads.mul_(1.0 / self.loss_scale)
+        return mean
+
+    def _module(self) -> Any:
+        """The model, or in half precision a call of it with its parameters cast."""
+        if self._low is None:
+            return self.model
+        with torch.no_grad():
+            self._low.copy_(self.flat.data)
+        return _Cast(self.model, self._leaves)
+
+    def fit(self, batches: Iterable[Batch], steps: int | None = None, progress: bool = True) -> list[dict[str, Any]]:
+        """A step for each batch, until `steps` of them, or without a number until update `config.steps`."""
+        check_batches(batches)
+        left = max(self.config.steps - self.updates, 0) if steps is None else require_int("steps", steps, 0)
+        reports: list[dict[str, Any]] = []
+        if left == 0:
+            return reports
+        with fit_bar(left, progress) as advance:
+            for batch in batches:
+                reports.append(self.step(batch))
+                advance(reports[-1])
+                if len(reports) == left:
+                    break
+        return reports
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, Any]:
+        """{"loss", "tokens"} over all batches. Rules: core_numpy.training."""
+        check_batches(batches)
+        device, total, counted = self.flat.data.device, 0.0, 0
+        with _mode(self.model, False), _matmul_precision(self.config):
+            target = self._module()
+            for batch in batches:
+                arrays = _arrays(batch)
+                check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
+                total += float(_loss_sum(target, *_tensors(arrays, device), None, 0.0, 0.0))
+                counted += _counted(arrays)
+        return {"loss": total / max(counted, 1), "tokens": counted}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads."""
+        state = {
+            slot: {name: to_numpy(turn(self.model, name, x)) for name, x in self.flat.views(buffer).items()}
+            for slot, buffer in self.state.items()
+        }
+        write_checkpoint(
+            path, step=self.updates, params=get_params(self.model), state=state, config=self.model.config,
+            train_config=self.config,
+            extra={"backend": "backend_torch", "loss_scale": self.loss_scale, "loss_scale_steps": self._good},
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Trainer:
+        """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named."""
+        found = read_checkpoint(path)
+        dtype = "float64" if found.train_config.precision == "float64" else "float32"
+        model = Transformer(found.config, dtype=dtype, device=device)
+        set_params(model, found.params)
+        trainer = cls(model, found.train_config)
+        expected = {name: (tuple(x.shape), x.dtype.name) for name, x in found.params.items()}
+        for slot in trainer.state:
+            check_params(expected, found.state.get(slot, {}))
+        for slot, buffer in trainer.state.items():
+            for name, view in trainer.flat.views(buffer).items():
+                view.copy_(turn(model, name, from_numpy(found.state[slot][name])))
+        trainer.updates = found.step
+        trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
+        trainer._good = int(found.extra.get("loss_scale_steps", 0))
+        return trainer
+
+
+class _Cast:
+    """A model that is called with other tensors in its parameters' place."""
+
+    def __init__(self, model: Transformer, tensors: dict[str, Tensor]) -> None:
+        self.model, self.tensors = model, tensors
+
+    def __call__(self, tokens: Tensor, **arguments: Any) -> Tensor:
+        return torch.func.functional_call(self.model, self.tensors, (tokens,), arguments)
+
+
+def _loss_sum(
+    model: Any,
+    tokens: Tensor,
+    targets: Tensor,
+    call: dict[str, Tensor],
+    all_counted: bool,
+    dropout_key: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """The sum of the counted losses of a batch."""
+    logits = model(tokens, **call, dropout_key=dropout_key)
+    return summed_cross_entropy(logits, targets, None if all_counted else IGNORED, label_smoothing, z_loss)
+
+
+def _differentiate(loss: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
+    # A part that took no part (a model of no layers, say) has the gradient 0.
+    return list(torch.autograd.grad(loss, tuple(leaves), allow_unused=True, materialize_grads=True))
+
+
+def _arrays(batch: Any) -> Any:
+    """The batch on the host, where it is checked; what is no dict goes on to the check."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: to_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for name, x in batch.items()}
+
+
+def _tensors(arrays: dict[str, np.ndarray], device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor], bool]:
+    """Tokens, targets, what the model is called with besides, and whether every target is counted."""
+    moved = {name: from_numpy(x, device=device) for name, x in arrays.items()}
+    call = {CALL[name]: x for name, x in moved.items() if name in CALL}
+    return moved["tokens"], moved["targets"], call, bool((arrays["targets"] != IGNORED).all())
+
+
+def _counted(arrays: dict[str, np.ndarray]) -> int:
+    return int(np.count_nonzero(arrays["targets"] != IGNORED))
+
+
+def _rows(name: str, x: np.ndarray, rows: slice) -> np.ndarray:
+    """A micro-batch's part of a field; positions (T,) belong to every row."""
+    return x if name == "positions" and x.ndim == 1 else x[rows]
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _wants_compiler(config: TrainConfig, device: torch.device) -> bool:
+    """On request; without one where it pays, on a GPU with Triton. What "auto" chose is said in the log."""
+    if config.compile != "auto":
+        return bool(config.compile)
+    from torch.utils._triton import has_triton
+
+    compiled = device.type == "cuda" and has_triton()
+    log.info("compile='auto' on %s: %s", device.type, "torch.compile" if compiled else "eager")
+    return compiled
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Train or eval mode meanwhile; parts that were in the other mode go back to it."""
+    changed = [] if model.training == training else [m for m in model.modules() if m.training != training]
+    for module in changed:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = not training
+
+
+@contextmanager
+def _remat(model: Transformer, wanted: bool) -> Iterator[None]:
+    stacks = [module for module in model.modules() if isinstance(module, Stack)] if wanted else []
+    for stack in stacks:
+        stack.remat = True
+    try:
+        yield
+    finally:
+        for stack in stacks:
+            stack.remat = False
+
+
+@contextmanager
+def _matmul_precision(config: TrainConfig) -> Iterator[None]:
+    """ "highest": float32 products are float32. "default": as the process has set it."""
+    before = torch.get_float32_matmul_precision()
+    if config.matmul_precision == "default" or before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
