@@ -89,7 +89,7 @@ ROWS: list[Row] = [
     ("window-fraction", _square(window=(1.5, 0)), TypeError, "window must be an integer"),
     ("window-bool", _square(window=(True, 0)), TypeError, "window must be an integer"),
     ("window-negative", _square(window=(-1, 0)), ValueError, "window must be an integer of at least 0"),
-    ("offset-fraction", _with(causal=True, q_offset=1.5), TypeError, "q_offset must be"),
+    ("offset-fraction", _with(causal=True, q_offset=1.5), TypeError, "q_offset must be an integer"),
     ("offset-bool", _with(causal=True, q_offset=True), TypeError, "q_offset must be an integer"),
     ("offset-float", _with(causal=True, q_offset=_ones(2)), TypeError, "q_offset must hold integers"),
     ("offset-shape", _with(causal=True, q_offset=LENGTHS[:1]), ValueError, "q_offset must have shape (2,)"),

@@ -309,6 +309,17 @@ def test_nan_in_the_future_does_not_reach_the_past(where):
         assert np.isfinite(attention(**clean, causal=True)).all()
 
 
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_a_bias_of_minus_infinity_shields_from_nan_as_a_mask_does(where):
+    x, bias = dict(zip("qkv", inputs(), strict=True)), normal(4, 7)
+    bias[:, 2] = -INF
+    want, gradients = attention(**x, bias=bias), attention_vjp(normal(2, 6, 4, 8), **x, bias=bias)
+    x[where][..., 2, :] = NAN
+    np.testing.assert_array_equal(attention(**x, bias=bias), want)
+    for name, gradient in attention_vjp(normal(2, 6, 4, 8), **x, bias=bias).items():
+        np.testing.assert_array_equal(gradient, gradients[name])
+
+
 def test_a_masked_score_larger_than_all_others_leaves_the_gradient_finite():
     q, k = np.ones((1, 1)), np.array([[1.0], [1.0], [1000.0]])
     mask = np.array([[True, True, False]])

@@ -224,7 +224,7 @@ def _check_offset(q_offset: Any, restricts: bool, T: int, S: int, batch: tuple[i
                 f"reading of torch and JAX, q_offset={S - T} the bottom-right one of FlashAttention and of decoding"
             )
         return 0
-    if isinstance(q_offset, bool):
+    if isinstance(q_offset, bool | float | str):
         raise TypeError(f"q_offset must be an integer or an integer array of shape {batch}; got {came(q_offset)}")
     if isinstance(q_offset, int | np.integer):
         return int(q_offset)

@@ -20,7 +20,8 @@ def dtype_name(x: Any) -> str:
 
 def came(x: Any) -> str:
     """What came, for an error sentence: dtype and shape of an array, else the type and value."""
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
+    # A class such as numpy.float32 has these names too, but they are not its own.
+    if hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, type):
         return f"{dtype_name(x)} {tuple(x.shape)}"
     text = repr(x)
     return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
@@ -59,7 +60,7 @@ def require_number(name: str, x: Any, expected: str) -> float:
     """A finite Python or NumPy real number that is no bool."""
     if isinstance(x, bool | np.bool_) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be {expected}; got {came(x)}")
-    if not math.isfinite(x):
+    if not -math.inf < x < math.inf:  # no call of isfinite: torch.compile, which may trace the number, has none
         raise ValueError(f"{name} must be {expected}; got {x!r}")
     return float(x)
 

@@ -30,7 +30,7 @@ def check_grid(T: Any, S: Any, q_offset: Any) -> tuple[int, int]:
                 f"JAX, q_offset={S - T} the bottom-right one of FlashAttention and of decoding"
             )
         return T, S
-    if isinstance(q_offset, bool | np.bool_):
+    if isinstance(q_offset, bool | np.bool_ | float | str):
         raise TypeError(f"q_offset must be an integer or an integer array of shape (B,); got {came(q_offset)}")
     if isinstance(q_offset, int):
         return T, S
