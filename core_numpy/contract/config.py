@@ -291,7 +291,8 @@ class ModelConfig(BlockConfig):
             self._fail(
                 "relative_buckets", "even and at least 4 where attention looks both ways: half serve each direction"
             )
-        exact = self.relative_buckets // (4 if bidirectional else 2)
+        # An encoder-decoder's decoder looks one way, with twice as many buckets for it.
+        exact = self.relative_buckets // (4 if bidirectional and self.kind != "encoder_decoder" else 2)
         if self.relative_max_distance <= exact:
             self._fail("relative_max_distance", f"above {exact}, the distances that have a bucket each")
 
