@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,11 @@ def start(spec: Spec, plan: Layout, u: jax.Array | int) -> tuple[jax.Array | int
     return u // per_batch * plan.nb, u % per_batch * plan.ng
 
 
+def one_pass(spec: Spec, plan: Layout) -> bool:
+    """Whether a block of queries meets all its keys at once, so that nothing needs to be carried along."""
+    return plan.ranges is not None or plan.slab or plan.width == spec.S
+
+
 def visit(spec: Spec, plan: Layout, terms: Terms, where, span: tuple[int, int] | None, step, state):
     """Take the blocks of keys that the queries of one block may see through `step`, in order."""
     i, count = where[2:]
@@ -150,13 +156,13 @@ def visit(spec: Spec, plan: Layout, terms: Terms, where, span: tuple[int, int] |
         lo, hi = span
         whole = spec.band is None or _all_inside(spec, i, i + count, lo, hi)
         restricted = not whole or bool(terms.keys() - {"sinks", "dropout_key", "q_offset"})
-        return step(lo, hi - lo, None, restricted, None) if hi > lo else state
+        return step(lo, hi - lo, None, restricted, state) if hi > lo else state
     if plan.slab:
         left = spec.band[0] if spec.band is not None and spec.band[0] is not None else 0
-        return step(jnp.clip(i - left, 0, spec.S - plan.width), plan.width, None, True, None) if plan.width else state
+        return step(jnp.clip(i - left, 0, spec.S - plan.width), plan.width, None, True, state) if plan.width else state
     width, chunks = plan.width, -(-spec.S // plan.width)
     if chunks == 1:
-        return step(0, width, None, masked, None)
+        return step(0, width, None, masked, state)
     lo, inner_lo, inner_hi, hi = _chunk_bounds(spec, plan, terms, where)
 
     def turn(restricted: bool):
@@ -233,6 +239,6 @@ def take(x: jax.Array, starts: tuple, sizes: tuple[int, ...]) -> jax.Array:
     return lax.dynamic_slice(x, starts, sizes)
 
 
-def indices(starts: Iterable[jax.Array | int]) -> tuple[jax.Array | np.int32, ...]:
+def indices(starts: Iterable[jax.Array | int]) -> tuple[Any, ...]:
     """One dtype for all, which slices ask for: Python integers would be 64-bit with x64 on."""
-    return tuple(s if isinstance(s, jax.Array) else np.int32(s) for s in starts)
+    return tuple(s.astype(np.int32) if isinstance(s, jax.Array) else np.int32(s) for s in starts)

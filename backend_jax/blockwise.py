@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .blocks import Layout, Spec, Terms, layout, row_starts, start, take, visit
+from .blocks import Layout, Spec, Terms, layout, one_pass, row_starts, start, take, visit
 from .blockwise_gradients import backward
 from .blockwise_scores import accumulation, dropped, keys_of, product, scores
 from .visibility import Block
@@ -49,9 +49,10 @@ def _forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms)
             queries = take(q, (b, g, 0, i, 0), (plan.nb, plan.ng, spec.r, count, spec.D)).astype(acc)
             flat = queries.reshape(plan.nb, plan.ng, spec.r * count, spec.D)
 
-            def step(j: jax.Array | int, width: int, first: jax.Array | int | None, masked: bool, state: State | None):
+            def step(j: jax.Array | int, width: int, first, masked: bool, state: State) -> State:
                 block = Block(b, g, i, j, plan.nb, plan.ng, count, width)
-                return _absorb(spec, terms, block, flat, keys, values, first, masked, state)
+                before = None if one_pass(spec, plan) else state
+                return _absorb(spec, terms, block, (flat, keys, values), first, masked, before)
 
             state = visit(spec, plan, terms, (b, g, i, count), span, step, _empty(spec, plan, count, acc))
             sink = None if "sinks" not in terms else take(terms["sinks"], (g, 0), (plan.ng, spec.r)).astype(acc)
@@ -108,8 +109,9 @@ def _empty(spec: Spec, plan: Layout, count: int, acc: jnp.dtype) -> State:
     return jnp.full(shape, -jnp.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, spec.Dv), acc)
 
 
-def _absorb(spec: Spec, terms: Terms, block: Block, flat, keys, values, first, masked: bool, state: State | None):
+def _absorb(spec: Spec, terms: Terms, block: Block, arrays, first, masked: bool, state: State | None) -> State:
     """Add one block of keys to the running maximum, sum of exponentials and weighted sum of values."""
+    flat, keys, values = arrays
     shape = (block.nb, block.ng, spec.r, block.rows, block.width)
     k, v = keys_of(spec, terms, block, masked, (keys, values), flat.dtype)
     s, _ = scores(spec, terms, block, product(spec, "bgqd,bgkd->bgqk", flat, k).reshape(shape), first, masked)
