@@ -28,7 +28,9 @@ def sdpa(call: Any) -> Tensor:
         start, stop = hull(see, T, S)
         if start != 0 or stop != S:
             k, v, see = k[:, :, start:stop], v[:, :, start:stop], _cut(see, start, stop)
-    flag = plan.scale > 0 and _is_flag(see)  # on a CPU torch scales its fill of -inf too: NaN for 0, inf below
+    flag = False
+    if plan.scale > 0 and _is_flag(see):  # on a CPU torch scales its fill of -inf too: NaN for 0, inf below
+        flag = True
     mask = None if flag or not _restricts(see) else visible(see, q.device, (0, q.shape[0]), (0, T), (0, k.shape[2]))
     if mask is not None:
         alive = seen(mask, k.shape[1])
@@ -41,10 +43,11 @@ def sdpa(call: Any) -> Tensor:
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     # The fused kernels need features next to each other; otherwise torch quietly takes its quadratic one.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    grouped = k.shape[1] != q.shape[1]
-    if grouped and mask is not None and q.is_cuda:  # no fused CUDA kernel has groups and a mask together
-        group = q.shape[1] // k.shape[1]
-        k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
+    grouped = False  # set by a branch: while traced, a comparison of sizes is no bool
+    if k.shape[1] != q.shape[1]:
+        grouped = mask is None or not q.is_cuda
+        if not grouped:  # no fused CUDA kernel has groups and a mask together
+            k, v = (x.repeat_interleave(plan.group, 1) for x in (k, v))
     out = _SDPA(q, k, v, attn_mask=mask, is_causal=flag, scale=plan.scale, enable_gqa=grouped)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.register_hook(_once)
