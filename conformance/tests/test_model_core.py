@@ -129,7 +129,8 @@ def test_every_gradient_matches_differences(name):
     loss, grads = loss_and_gradients(model, batch, **options)
     params = get_params(model)
     assert list(grads) == list(params) == list(model_parameters(config))
-    rng, step = np.random.default_rng(1), 5e-5
+    # Short steps for relu: a difference across its corner has no derivative.
+    rng, step = np.random.default_rng(1), 1e-6 if config.activation == "relu" else 5e-5
     for _ in range(3):
         direction = {one: rng.choice([-1.0, 1.0], p.shape) for one, p in params.items()}
         ends = []
