@@ -71,7 +71,7 @@ def loss_and_gradients(
         total = _loss_sum(model, *_tensors(arrays, _device(model)), dropout_key, label_smoothing, z_loss)
     loss = total / max(_counted(arrays), 1)
     grads = dict(zip([name for name, p in own.items() if p.requires_grad], _differentiate(loss, leaves), strict=True))
-    return float(loss), {
+    return loss.item(), {
         name: to_numpy(turn(model, name, grads[name] if name in grads else torch.zeros_like(p)))
         for name, p in own.items()
     }
