@@ -1,6 +1,6 @@
 """Attention with its projections, the feed-forward, and the block that joins them.
 
-A module computes in float64 from end to end and rounds its output once. `forward` gives float64 and what the backward
+A module computes in float64 from end to end and rounds its output once. `run` gives float64 and what the backward
 pass in `gradients.block` needs; the call checks and rounds.
 
 block-1: queries, keys and values are x (or the context) times their weights, plus their biases, heads side by side:
@@ -143,22 +143,22 @@ class MultiHeadAttention(Module):
             plan.past, mask, bias, kv_lengths, segments, rotary, cache,
             context=None if context is None else wide(context), context_lengths=context_lengths,
         )  # fmt: skip
-        y, _ = self.forward(wide(x), scene, dropout_key, cross=context is not None)
+        y, _ = self.run(wide(x), scene, dropout_key, cross=context is not None)
         if cache is not None:
             cache.advance(plan.T)
         return rounded(y, x.dtype)
 
-    def forward(
+    def run(
         self, x: np.ndarray, scene: Scene, key: np.ndarray | None, *, cross: bool = False
     ) -> tuple[np.ndarray, AttentionKept]:
         """x (B, T, W) float64 -> y, and what the backward pass needs; `key` is for the weights."""
         config = self.config
         source = scene.context if cross and scene.context is not None else x
-        raw_q = split_heads(self.query.forward(x), config.heads)
-        raw_k = split_heads(self.key.forward(source), config.groups)
-        v = split_heads(self.value.forward(source), config.groups)
-        q = raw_q if self.query_norm is None else self.query_norm.forward(raw_q)
-        k = raw_k if self.key_norm is None else self.key_norm.forward(raw_k)
+        raw_q = split_heads(self.query.run(x), config.heads)
+        raw_k = split_heads(self.key.run(source), config.groups)
+        v = split_heads(self.value.run(source), config.groups)
+        q = raw_q if self.query_norm is None else self.query_norm.run(raw_q)
+        k = raw_k if self.key_norm is None else self.key_norm.run(raw_k)
         rotary = None if cross else scene.rotary
         if rotary is not None:
             q, k = (apply_rotary(z, *rotary, layout=self.layout) for z in (q, k))
@@ -168,7 +168,7 @@ class MultiHeadAttention(Module):
         if scene.maps is not None and not cross:
             scene.maps.append(attention_weights(q, k, **arguments))
         merged = merge_heads(attention(q, k, v, **arguments))
-        return self.output.forward(merged), AttentionKept(x, source, (raw_q, raw_k), q, k, v, rotary, arguments, merged)
+        return self.output.run(merged), AttentionKept(x, source, (raw_q, raw_k), q, k, v, rotary, arguments, merged)
 
     def _arguments(self, scene: Scene, key: np.ndarray | None, cross: bool) -> dict[str, Any]:
         """The keywords of `attention`: what the configuration says, and what the call says."""
@@ -212,18 +212,18 @@ class FeedForward(Module):
 
     def __call__(self, x: np.ndarray, *, dropout_key: np.ndarray | None = None) -> np.ndarray:
         check_feed_forward_call(self.config, x, dropout_key=dropout_key, dtype=self.dtype)
-        return rounded(dropped(self.forward(wide(x))[0], self.config.dropout, dropout_key), x.dtype)
+        return rounded(dropped(self.run(wide(x))[0], self.config.dropout, dropout_key), x.dtype)
 
-    def forward(self, x: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    def run(self, x: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """x (B, T, W) float64 -> y before dropout, and (x, up, gate or nothing, what goes down)."""
-        up = self.up.forward(x)
+        up = self.up.run(x)
         act = ACTIVATION[self.config.activation]
         if self.gate is None:
             middle = act(up)
-            return self.down.forward(middle), (x, up, middle)
-        gate = self.gate.forward(x)
+            return self.down.run(middle), (x, up, middle)
+        gate = self.gate.run(x)
         middle = act(gate) * up
-        return self.down.forward(middle), (x, up, gate, middle)
+        return self.down.run(middle), (x, up, gate, middle)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Block(Module):
             x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions, rotary=rotary,
             cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
         )  # fmt: skip
-        y, _ = self.forward(wide(x), scene, dropout_key)
+        y, _ = self.run(wide(x), scene, dropout_key)
         if cache is not None:
             cache.advance(x.shape[1])
         return rounded(y, x.dtype)
@@ -302,24 +302,24 @@ class Block(Module):
             **fields,
         )
 
-    def forward(self, x: np.ndarray, scene: Scene, key: np.ndarray | None) -> tuple[np.ndarray, dict[str, BranchKept]]:
+    def run(self, x: np.ndarray, scene: Scene, key: np.ndarray | None) -> tuple[np.ndarray, dict[str, BranchKept]]:
         """x (B, T, W) float64 -> y, and what each branch kept, by the name of its module."""
         keys = [None] * 5 if key is None else list(split(key, 5))
         branches: list[tuple[str, Any, Any, Any, Any]] = [
-            ("attention", lambda h: self.attention.forward(h, scene, keys[0]), keys[1], self.norm1, self.norm1_post)
+            ("attention", lambda h: self.attention.run(h, scene, keys[0]), keys[1], self.norm1, self.norm1_post)
         ]
         if self.cross is not None:
             cross = self.cross
-            attend = lambda h: cross.forward(h, scene, keys[3], cross=True)  # noqa: E731 (the branches side by side)
+            attend = lambda h: cross.run(h, scene, keys[3], cross=True)  # noqa: E731 (the branches side by side)
             branches.append(("cross", attend, keys[4], self.norm3, None))
-        branches.append(("ffn", self.ffn.forward, keys[2], self.norm2 or self.norm1, self.norm2_post))
+        branches.append(("ffn", self.ffn.run, keys[2], self.norm2 or self.norm1, self.norm2_post))
         place, kept, start = self.config.norm_place, {}, x
         for name, f, drop_key, norm, post in branches:
             source = start if place == "parallel" else x
-            out, inner = f(source if place == "post" else norm.forward(source))
+            out, inner = f(source if place == "post" else norm.run(source))
             out = dropped(out, self.config.dropout, drop_key)
             kept[name] = BranchKept(source, inner, out, drop_key)
-            x = x + (out if post is None else post.forward(out))
+            x = x + (out if post is None else post.run(out))
             if place == "post":
-                x = norm.forward(x)
+                x = norm.run(x)
         return x, kept

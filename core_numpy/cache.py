@@ -76,13 +76,13 @@ def generate(
     tokens (B, T), lengths (B,) where rows end before T, context (B, S) the source of an encoder-decoder -> (B, T +
     max_new) of tokens' dtype. Refused: `contract.checks.training.check_generate`.
 
-    generate-1: temperature 0 takes the likeliest token, the first of equals; no random number is drawn.
-    generate-2: new token n (from 0) is `categorical(fold_in(key, n), logits)` of the float32 logits divided by the
+    cache-6: temperature 0 takes the likeliest token, the first of equals; no random number is drawn.
+    cache-7: new token n (from 0) is `categorical(fold_in(key, n), logits)` of the float32 logits divided by the
     temperature, after what `top_k` and then `top_p` leave out is set to -inf.
-    generate-3: top_k keeps the k largest logits and all that equal the k-th.
-    generate-4: top_p keeps the shortest list of likeliest tokens whose probability reaches top_p, one at least, equal
+    cache-8: top_k keeps the k largest logits and all that equal the k-th.
+    cache-9: top_p keeps the shortest list of likeliest tokens whose probability reaches top_p, one at least, equal
     logits in order of id.
-    generate-5: a row that ends before T gives what it gives alone: its padding is never seen and takes no position.
+    cache-10: a row that ends before T gives what it gives alone: its padding is never seen and takes no position.
     """
     check_generate(
         model.config, tokens, max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p, key=key,
@@ -100,7 +100,7 @@ def generate(
         end = T + n
         places = np.arange(end - inputs.shape[1], end) - padding[:, None]
         mask = None if lengths is None else (np.arange(end) >= padding[:, None])[:, None, None, :]
-        logits, _ = model.forward(
+        logits, _ = model.run(
             inputs,
             positions=np.maximum(places, 0),
             mask=mask,

@@ -139,16 +139,16 @@ class Transformer(Module):
 
     def _call(self, tokens: np.ndarray, given: dict[str, Any], maps: list[np.ndarray] | None) -> np.ndarray:
         check_model_call(self.config, tokens, **given, dtype=self.dtype, values=np.asarray)
-        y, _ = self.forward(tokens, **given, maps=maps, keep=False)
+        y, _ = self.run(tokens, **given, maps=maps, keep=False)
         if given["cache"] is not None:
             given["cache"].advance(tokens.shape[1])
         return y
 
     def encode(self, context: np.ndarray, context_lengths: np.ndarray | None) -> np.ndarray:
-        """The encoder's output for source ids, float64: what `forward` takes as `memory`."""
-        return self.encoder.forward(context, kv_lengths=context_lengths, keep=False)[0]
+        """The encoder's output for source ids, float64: what `run` takes as `memory`."""
+        return self.encoder.run(context, kv_lengths=context_lengths, keep=False)[0]
 
-    def forward(
+    def run(
         self,
         tokens: np.ndarray,
         *,
@@ -172,10 +172,10 @@ class Transformer(Module):
             encoder_kept = None
             keys = (None, None) if dropout_key is None else (fold_in(dropout_key, 0), fold_in(dropout_key, 1))
             if memory is None and context is not None:
-                memory, encoder_kept = self.encoder.forward(
+                memory, encoder_kept = self.encoder.run(
                     context, kv_lengths=context_lengths, dropout_key=keys[0], keep=keep
                 )
-            y, kept = self.decoder.forward(
+            y, kept = self.decoder.run(
                 tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
                 dropout_key=keys[1], context_lengths=context_lengths, memory=memory, maps=maps, keep=keep,
             )  # fmt: skip
@@ -191,9 +191,9 @@ class Transformer(Module):
         inputs, blocks = [], []
         for i, block in enumerate(self.blocks):
             inputs.append(h)
-            h, kept_block = block.forward(h, *self.of_block(i, scene, dropout_key))
+            h, kept_block = block.run(h, *self.of_block(i, scene, dropout_key))
             blocks.append(kept_block if keep else None)
-        normal = h if self.norm is None else self.norm.forward(h)
+        normal = h if self.norm is None else self.norm.run(h)
         pooled, weights = self._pool(normal, kv_lengths, segments)
         logits, y = self._logits(pooled)
         return y, ModelKept(
@@ -226,7 +226,7 @@ class Transformer(Module):
             embedded = embedded + wide(self.positions.weight[places])
         if config.positions == "sinusoidal":
             embedded = embedded + sinusoidal_encoding(places, config.width, dtype="float64")
-        h = embedded if self.embedding_norm is None else self.embedding_norm.forward(embedded)
+        h = embedded if self.embedding_norm is None else self.embedding_norm.run(embedded)
         return embedded, dropped(h, config.dropout, None if key is None else fold_in(key, config.layers))
 
     def _pool(

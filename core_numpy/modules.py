@@ -50,7 +50,7 @@ class Linear:
         self.weight = values["weight"]
         self.bias = values.get("bias")
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
+    def run(self, x: np.ndarray) -> np.ndarray:
         # One product of matrices: NumPy would multiply a (B, T, in) array row of the batch by row.
         y = (x.reshape(-1, x.shape[-1]) @ wide(self.weight)).reshape(*x.shape[:-1], self.weight.shape[1])
         return y if self.bias is None else y + wide(self.bias)
@@ -80,7 +80,7 @@ class Norm:
     def gain(self) -> np.ndarray:
         return wide(self.weight) + (1.0 if self.offset else 0.0)
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
+    def run(self, x: np.ndarray) -> np.ndarray:
         if self.kind == "rms":
             return rms_norm(x, self.gain, eps=self.eps)
         return layer_norm(x, self.gain, self.bias, eps=self.eps)

@@ -93,7 +93,7 @@ def _sums(
     call: dict[str, Any] = {CALL[name]: x for name, x in batch.items() if name in CALL}
     # NaN and infinity are found at the end, by name.
     with np.errstate(over="ignore", invalid="ignore"):
-        logits, kept = model.forward(batch["tokens"], **call, dropout_key=dropout_key, keep=not remat)
+        logits, kept = model.run(batch["tokens"], **call, dropout_key=dropout_key, keep=not remat)
         total, counted = loss_sum(logits, batch["targets"], *options)
         grads = model_backward(model, loss_sum_gradient(logits, batch["targets"], *options), kept)
     return total, counted, grads
@@ -184,7 +184,7 @@ class Trainer:
             arrays = _arrays(batch)
             check_batch(model.config, arrays, dropout_key=None, dtype=model.dtype, values=np.asarray)
             call: dict[str, Any] = {CALL[name]: x for name, x in arrays.items() if name in CALL}
-            logits, _ = model.forward(arrays["tokens"], **call, keep=False)
+            logits, _ = model.run(arrays["tokens"], **call, keep=False)
             total, number = loss_sum(logits, arrays["targets"], IGNORED, 0.0, 0.0)
             loss, counted = loss + total, counted + number
         return {"loss": loss / max(counted, 1), "tokens": counted}

@@ -344,7 +344,7 @@ def test_biases_of_positions_are_those_of_the_encodings():
         h = model.embedding.weight[tokens]
         for block in model.blocks:
             h = block(h, bias=bias[None])
-        np.testing.assert_allclose(model.norm.forward(h) @ model.head.weight, model(tokens), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(model.norm.run(h) @ model.head.weight, model(tokens), rtol=0, atol=1e-13)
 
 
 def test_a_block_turns_by_its_own_positions_or_by_given_tables():
@@ -370,8 +370,8 @@ def test_a_block_drops_three_times_with_the_keys_of_the_contract():
     config = BlockConfig(width=6, heads=2, dropout=0.4, causal=False)
     block, x = Block(config, dtype="float64"), np.random.default_rng(0).standard_normal((B, T, 6))
     keys = split(key(4), 5)
-    h = x + drop(block.attention(block.norm1.forward(x), dropout_key=keys[0]), 0.4, keys[1])
-    h = h + block.ffn(block.norm2.forward(h), dropout_key=keys[2])
+    h = x + drop(block.attention(block.norm1.run(x), dropout_key=keys[0]), 0.4, keys[1])
+    h = h + block.ffn(block.norm2.run(h), dropout_key=keys[2])
     np.testing.assert_array_equal(block(x, dropout_key=key(4)), h)
 
 

@@ -1,6 +1,6 @@
-"""The backward passes of the modules, each the mirror of its `forward`: last step first.
+"""The backward passes of the modules, each the mirror of its `run`: last step first.
 
-A backward takes the gradient of the output and what `forward` kept, all float64, and gives the gradients of the inputs
+A backward takes the gradient of the output and what `run` kept, all float64, and gives the gradients of the inputs
 and those of the parameters by their names in the module. Where x feeds several branches, their gradients add up.
 """
 
@@ -51,7 +51,7 @@ def block_vjp(grad_out: np.ndarray, block: Block, x: np.ndarray, **given: Any) -
     scene = block.scene(x, **arguments)
     require_float("grad_out", grad_out)
     require_shape("grad_out", grad_out, x.shape, "(that of x)")
-    _, kept = block.forward(wide(x), scene, arguments["dropout_key"])
+    _, kept = block.run(wide(x), scene, arguments["dropout_key"])
     dx, outer, grads = block_backward(block, wide(grad_out), kept)
     own = block.parameters()
     found = {name: rounded(grads[name], p.dtype) for name, p in own.items()}
@@ -64,7 +64,7 @@ def block_vjp(grad_out: np.ndarray, block: Block, x: np.ndarray, **given: Any) -
 def block_backward(
     block: Block, grad: np.ndarray, kept: dict[str, BranchKept]
 ) -> tuple[np.ndarray, Gradients, Gradients]:
-    """Of `Block.forward`: dx, the gradients of "context" and "bias" where given, and those of the parameters."""
+    """Of `Block.run`: dx, the gradients of "context" and "bias" where given, and those of the parameters."""
     outer: Gradients = {}
     grads: Gradients = {}
 
@@ -116,7 +116,7 @@ def _branch_backward(
 def attention_backward(
     module: MultiHeadAttention, grad: np.ndarray, kept: AttentionKept
 ) -> tuple[np.ndarray, Gradients, Gradients]:
-    """Of `MultiHeadAttention.forward`: dx, "context" and "bias" where there are any, and the parameters."""
+    """Of `MultiHeadAttention.run`: dx, "context" and "bias" where there are any, and the parameters."""
     grads: Gradients = {}
     heads = split_heads(_linear(module.output, "output", grad, kept.merged, grads), module.config.heads)
     inner = attention_vjp(heads, kept.q, kept.k, kept.v, **kept.arguments)
@@ -142,7 +142,7 @@ def attention_backward(
 def feed_forward_backward(
     module: FeedForward, grad: np.ndarray, kept: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, Gradients]:
-    """Of `FeedForward.forward`: dx and the parameters."""
+    """Of `FeedForward.run`: dx and the parameters."""
     grads: Gradients = {}
     act_vjp = ACTIVATION_VJP[module.config.activation]
     x, up, *gates, middle = kept
@@ -156,7 +156,7 @@ def feed_forward_backward(
 
 
 def norm_backward(norm: Norm, grad: np.ndarray, x: np.ndarray) -> Gradients:
-    """Of `Norm.forward`: "x", "weight", "bias"; the offset of a weight does not change its gradient."""
+    """Of `Norm.run`: "x", "weight", "bias"; the offset of a weight does not change its gradient."""
     if norm.kind == "rms":
         return rms_norm_vjp(grad, x, norm.gain, eps=norm.eps)
     return layer_norm_vjp(grad, x, norm.gain, None if norm.bias is None else wide(norm.bias), eps=norm.eps)

@@ -1,4 +1,4 @@
-"""The backward pass of the whole model, the mirror of `Transformer.forward`."""
+"""The backward pass of the whole model, the mirror of `Transformer.run`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _stack_backward(model: Transformer, grad: np.ndarray, kept: ModelKept) -> tu
     for i in range(len(model.blocks) - 1, -1, -1):
         block, kept_block = model.blocks[i], kept.blocks[i]
         if kept_block is None:
-            _, kept_block = block.forward(kept.inputs[i], *model.of_block(i, kept.scene, kept.key))
+            _, kept_block = block.run(kept.inputs[i], *model.of_block(i, kept.scene, kept.key))
         h, outer, own = block_backward(block, h, kept_block)
         grads |= prefixed(f"blocks.{i}", own)
         memory = memory + outer["context"] if "context" in outer else memory
