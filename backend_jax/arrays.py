@@ -20,7 +20,7 @@ def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> jax.A
     """
     array = np.array(x)  # a copy: JAX may use the memory of an aligned NumPy array as it is
     wanted = jnp.dtype(array.dtype if dtype is None else dtype)
-    require_x64("dtype" if dtype is not None else "x", wanted.name, jax.config.jax_enable_x64)
+    require_x64("dtype" if dtype is not None else "x", wanted.name, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     return jax.device_put(array.astype(wanted), device)
 
 

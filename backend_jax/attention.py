@@ -48,7 +48,8 @@ def attention(
 
     q (..., H, T, D), k (..., G, S, D), v (..., G, S, Dv) -> (..., H, T, Dv) in q's dtype, computed in float32 at least.
     NumPy arrays are taken too. One compiled call; traces under jit, grad, vmap, checkpoint and export. Under a trace,
-    and on an accelerator, values are not checked. Products are full float32 unless `jax.default_matmul_precision` is set.
+    and on an accelerator, values are not checked. Products are full float32 unless `jax.default_matmul_precision` says
+    otherwise.
     """
     call, arrays = _door(
         q,
@@ -175,7 +176,7 @@ def merge_attention(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tup
     check_merge(outs, lses)
     for name, parts in (("outs", outs), ("lses", lses)):
         for n, x in enumerate(parts):
-            require_x64(f"{name}[{n}]", dtype_name(x), jax.config.jax_enable_x64)
+            require_x64(f"{name}[{n}]", dtype_name(x), jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     return _merge(tuple(outs), tuple(lses))
 
 
@@ -275,14 +276,15 @@ def _door(q: Any, k: Any, v: Any, wants: str, *, kernel: str, **options: Any) ->
         arrays["dropout_key"] = options["dropout_key"]
     arrays = {name: x for name, x in arrays.items() if x is not None}
     for name, x in arrays.items():
-        require_x64(name, dtype_name(x), jax.config.jax_enable_x64)
+        require_x64(name, dtype_name(x), jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     asked = Asked(plan, frozenset(arrays) - {"q", "k", "v"}, wants, platform_of(q))
     if kernel == "auto":
         kernel = fastest(asked)
     else:
         refuse_kernel(kernel, reasons(kernel, asked))
     plan, arrays = _offset_apart(plan, arrays, isinstance(q, jax.core.Tracer))
-    return Call(replace(asked, plan=plan), kernel, jax.config.jax_default_matmul_precision is None), arrays
+    own_precision = jax.config.jax_default_matmul_precision is None  # type: ignore[attr-defined]
+    return Call(replace(asked, plan=plan), kernel, own_precision), arrays
 
 
 def _offset_apart(plan: AttentionPlan, arrays: dict[str, Any], traced: bool) -> tuple[AttentionPlan, dict[str, Any]]:
@@ -308,14 +310,13 @@ def _run(call: Call, arrays: Terms) -> tuple[jax.Array, ...]:
     q = arrays["q"].reshape(spec.B, spec.G, spec.r, spec.T, spec.D)
     k = arrays["k"].reshape(spec.B, spec.G, spec.S, spec.D)
     v = arrays["v"].reshape(spec.B, spec.G, spec.S, spec.Dv) if "v" in arrays else None
+    terms = _terms(call, spec, arrays)
+    if v is None:
+        return (dense(spec, q, k, None, terms)[2].astype(q.dtype).reshape(plan.scores_shape),)
     if call.kernel in ("xla", "cudnn"):
         return (_library(call, spec, q, k, v),)
-    terms = _terms(call, spec, arrays)
-    if call.asked.wants == "weights":
-        return (dense(spec, q, k, None, terms)[2].astype(q.dtype).reshape(plan.scores_shape),)
     if call.kernel == "dense":
         out, lse, _ = dense(spec, q, k, v, terms)
-        out = out.astype(q.dtype)
     else:
         out, lse = blockwise(spec, q, k, v, terms)
     shape = plan.scores_shape[:-1]
@@ -380,7 +381,8 @@ def _library(call: Call, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array) -
     plan = call.plan
     window = None
     if plan.window is not None:
-        window = tuple(max(plan.T, plan.S) if side is None else min(side, FAR) for side in plan.window)
+        left, right = (max(plan.T, plan.S) if side is None else min(side, FAR) for side in plan.window)
+        window = (left, right)
 
     def compute() -> jax.Array:
         return jax.nn.dot_product_attention(
@@ -390,7 +392,7 @@ def _library(call: Call, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array) -
             scale=plan.scale,
             is_causal=plan.causal,
             local_window_size=window,
-            implementation=call.kernel,
+            implementation="cudnn" if call.kernel == "cudnn" else "xla",
         )
 
     if spec.highest:

@@ -25,7 +25,11 @@ CHUNK = 512
 # Whole rows of scores need no running maximum; unrolled blocks of 256 rows then waste least of a causal triangle.
 ROWS = 256
 ROWS_LONGEST = 2048
+# Unrolled blocks cost compile time, some tenths of a second each; a loop over them does not.
 UNROLLED = 8
+# Below this a block of queries pays more for its loop than for its products.
+FEWEST_ROWS = 64
+# A bounded window reads one range of keys per block of queries up to this length, beyond it chunks.
 SLAB_LONGEST = 1024
 # Offsets and window sides are cut here, so that a row, an offset and a side add up in 32 bits; lengths are far below.
 FAR = 1 << 29
@@ -94,7 +98,7 @@ def fold_band(causal: bool, window: Window | None, offset: int | None, T: int, S
 def layout(spec: Spec, names: frozenset[str]) -> Layout:
     """Choose the blocks from what is static: lengths, the band, and which terms there are."""
     static = "q_offset" not in names
-    rows = _even(spec.T, max(64, ROWS // spec.r))
+    rows = _even(spec.T, max(FEWEST_ROWS, ROWS // spec.r))
     ranges = tuple(static_range(spec, i, min(i + rows, spec.T)) for i in range(0, spec.T, rows)) if static else ()
     if static and (len(ranges) == 1 or not names & {"kv_lengths", "q_segments"}) and len(ranges) <= UNROLLED:
         widest = max(hi - lo for lo, hi in ranges)
@@ -105,7 +109,7 @@ def layout(spec: Spec, names: frozenset[str]) -> Layout:
         widest = min(spec.S, max(0, rows + left + right))
         if widest <= SLAB_LONGEST:
             return Layout(*_group(spec, rows, widest), rows, widest, None, slab=True)
-    rows, width = _even(spec.T, max(64, CHUNK // spec.r)), _even(spec.S, CHUNK)
+    rows, width = _even(spec.T, max(FEWEST_ROWS, CHUNK // spec.r)), _even(spec.S, CHUNK)
     return Layout(*_group(spec, rows, width), rows, width, None)
 
 
@@ -173,7 +177,7 @@ def visit(spec: Spec, plan: Layout, terms: Terms, where, span: tuple[int, int] |
         return body
 
     if not masked and spec.S % width == 0:
-        return lax.fori_loop(*indices((0, chunks)), turn(False), state)
+        return lax.fori_loop(np.int32(0), np.int32(chunks), turn(False), state)
     state = lax.fori_loop(lo, inner_lo, turn(True), state)
     state = lax.fori_loop(inner_lo, inner_hi, turn(False), state)
     return lax.fori_loop(inner_hi, hi, turn(True), state)

@@ -33,7 +33,7 @@ def backward(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
     if 0 in (spec.B, spec.T, spec.S, spec.Dv):
         return _without_scores(spec, saved, cotangents)
     acc, plan = accumulation(q.dtype), layout(spec, frozenset(terms))
-    shared = {name: jnp.zeros(terms[name].shape, acc) for name in ("bias", "sinks") if name in terms}
+    shared: Sums = {name: jnp.zeros(terms[name].shape, acc) for name in ("bias", "sinks") if name in terms}
 
     def group(shared: Sums, u: jax.Array | int) -> tuple[Sums, tuple[jax.Array, jax.Array, jax.Array]]:
         where = start(spec, plan, u)
@@ -76,7 +76,7 @@ def _term_cotangents(terms: Terms, found: Sums) -> dict[str, Any]:
 def _without_scores(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
     """No pairs, no gradients, except that lse is the sink where there are no keys."""
     q, k, v, terms, _, _ = saved
-    found = {name: jnp.zeros(terms[name].shape) for name in ("bias", "sinks") if name in terms}
+    found: Sums = {name: jnp.zeros(terms[name].shape) for name in ("bias", "sinks") if name in terms}
     if "sinks" in terms and spec.S == 0:
         found["sinks"] = cotangents[1].sum((0, 3))
     return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), _term_cotangents(terms, found)
@@ -97,7 +97,7 @@ def _over_rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, arrays
         i = jnp.minimum(first, spec.T - plan.rows)
         return _rows(spec, plan, saved, cotangents, (*where, i, plan.rows), None, arrays, first, sums)
 
-    return lax.fori_loop(*indices((0, len(starts))), body, sums)
+    return lax.fori_loop(np.int32(0), np.int32(len(starts)), body, sums)
 
 
 def _rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, span, arrays, first_row, sums: Sums) -> Sums:

@@ -13,8 +13,10 @@ from .visibility import Block, all_of, allowed, living
 
 def dense(
     spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array | None, terms: Terms
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """(out, lse, weights); memory B * H * T * S. Shapes and terms as in `blockwise`; out is None without v.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out, lse, weights); memory B * H * T * S. Shapes and terms as in `blockwise`; out is the weights without v.
+
+    out has q's dtype; lse and weights have the accumulation dtype.
 
         s = scale * q.k;  s = softcap * tanh(s / softcap);  s += bias
         w = exp(s - m) / (sum exp(s - m) + exp(sink - m))
@@ -22,7 +24,7 @@ def dense(
     Keys that no query may attend to, and queries that may attend to no key, are taken out before the products: masked
     scores are replaced, never multiplied away.
     """
-    acc = accumulation(q.dtype)
+    dtype, acc = q.dtype, accumulation(q.dtype)
     block = Block(0, 0, 0, 0, spec.B, spec.G, spec.T, spec.S)
     conditions = allowed(spec, terms, block, None)
     q, k = q.astype(acc), k.astype(acc)
@@ -43,10 +45,10 @@ def dense(
         s = jnp.where(visible, s, -jnp.inf)
     weights, lse = _softmax(s, terms["sinks"].astype(acc)[:, :, None, None] if "sinks" in terms else None)
     if v is None:
-        return None, lse, weights
+        return weights, lse, weights
     used = dropped(spec, terms, block, weights).reshape(*flat.shape[:3], spec.S)
     out = product(spec, "bgqk,bgkd->bgqd", used, v.astype(acc))
-    return out.reshape(*q.shape[:4], spec.Dv), lse, weights
+    return out.reshape(*q.shape[:4], spec.Dv).astype(dtype), lse, weights
 
 
 def _softmax(s: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:

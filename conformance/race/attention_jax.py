@@ -58,8 +58,7 @@ def cases() -> list[Case]:
     return found
 
 
-def einsum(q: Any, k: Any, v: Any, *, bias: Any = None, causal: bool = False, window: Any = None, kv_lengths: Any = None,
-           softcap: float | None = None, sinks: Any = None) -> Any:  # fmt: skip
+def einsum(q: Any, k: Any, v: Any, *, causal: bool = False, softcap: float | None = None, **more: Any) -> Any:
     """The plain formula, as a careful user would write it."""
     import jax
     import jax.numpy as jnp
@@ -70,33 +69,34 @@ def einsum(q: Any, k: Any, v: Any, *, bias: Any = None, causal: bool = False, wi
     s = jnp.einsum("bgrtd,bgsd->bgrts", q, k).reshape(B, H, T, S) / math.sqrt(D)
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias
+    if "bias" in more:
+        s = s + more["bias"]
     i, j = jnp.arange(T)[:, None], jnp.arange(S)
     seen = jnp.ones((T, S), bool)
     if causal:
         seen = seen & (j <= i)
-    if window is not None:
-        seen = seen & (j >= i - window[0])
-    if kv_lengths is not None:
-        seen = seen & (j < kv_lengths[:, None, None, None])
+    if "window" in more:
+        seen = seen & (j >= i - more["window"][0])
+    if "kv_lengths" in more:
+        seen = seen & (j < more["kv_lengths"][:, None, None, None])
     s = jnp.where(seen, s, -1e30)
-    if sinks is not None:
-        s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (B, H, T, 1))], -1)
+    if "sinks" in more:
+        s = jnp.concatenate([s, jnp.broadcast_to(more["sinks"][:, None, None], (B, H, T, 1))], -1)
     p = jax.nn.softmax(s, -1)[..., :S].reshape(B, G, H // G, T, S)
     return jnp.einsum("bgrts,bgsd->bgrtd", p, v).reshape(B, H, T, -1)
 
 
-def library(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, kv_lengths: Any = None,
-            bias: Any = None) -> Any:  # fmt: skip
+def library(
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, kv_lengths: Any = None, bias: Any = None
+) -> Any:
     """jax.nn.dot_product_attention, handed its own layout as it likes it: the transposes count, for its users have them
     too where heads stand before the length."""
     import jax
     import jax.numpy as jnp
 
-    moved = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
-        *moved, is_causal=causal, local_window_size=window, bias=bias, key_value_seq_lengths=kv_lengths
+        q, k, v, is_causal=causal, local_window_size=window, bias=bias, key_value_seq_lengths=kv_lengths
     )
     return jnp.swapaxes(out, 1, 2)
 
@@ -162,9 +162,10 @@ def measure(case: Case, backward: bool) -> dict[str, float]:
 def rows(chosen: str = "", longest: int = LENGTHS[-1]) -> Iterator[tuple[Case, bool, dict[str, float]]]:
     """Measurements, as they are made."""
     for case in cases():
-        if case.T <= longest and chosen in case.name:
-            for backward in (False, True):
-                yield case, backward, measure(case, backward)
+        if chosen not in case.name or longest < case.T:
+            continue
+        for backward in (False, True):
+            yield case, backward, measure(case, backward)
 
 
 def main(arguments: list[str] | None = None) -> int:
