@@ -264,6 +264,18 @@ def test_a_model_rounds_once_at_the_end(dtype):
     np.testing.assert_array_equal(logits, wide(tokens).astype(logits.dtype))
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_unit_offset_stores_each_norms_weight_less_one(norm):
+    config = config_of("plain", norm=norm, qk_norm=True, unit_offset=True)
+    model, tokens = make(config), batch_of(config)["tokens"]
+    whole = Transformer(config.replace(unit_offset=False), dtype="float64")
+    stored = get_params(model)
+    norms = [name for name in stored if "norm" in name and name.endswith("weight")]
+    assert len(norms) == 2 * 4 + 1
+    set_params(whole, {name: p + 1.0 if name in norms else p for name, p in stored.items()})
+    np.testing.assert_array_equal(model(tokens), whole(tokens))
+
+
 def test_the_future_and_other_documents_have_no_effect():
     config = config_of("plain")
     model, batch = make(config), batch_of(config)
