@@ -31,7 +31,9 @@ def softmax(x: Tensor, *, axis: int = -1) -> Tensor:
         return x.clone()
     # torch gives NaN where every entry is -inf. Selecting before and after keeps the derivative 0 there too.
     alive = (x != -torch.inf).any(axis, keepdim=True)
-    return torch.where(alive, torch.softmax(torch.where(alive, x, 0.0), axis), 0.0)
+    # In half precision torch rounds in between unless it is told what to compute in.
+    y = torch.softmax(torch.where(alive, x, 0.0), axis, dtype=accumulation(x.dtype))
+    return torch.where(alive, y, 0.0).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:

@@ -83,9 +83,9 @@ def update(config: TrainConfig, params: Flat, grads: Tensor, state: dict[str, Te
         decaying = p[: params.decayed]
         decaying.add_(decaying, alpha=-lr * config.weight_decay)
     if config.optimizer == "adamw":
-        # The kernel counts from the step it is given; the decay is done, as the contract says it.
+        # One pass over memory in place of seven. The decay is done: the kernel would multiply p by 1 - lr decay.
         torch._fused_adamw_(
-            [p], [grads], [m], [state["moment2"]], [], [torch.tensor(float(t), device=p.device)],
+            [p], [grads], [m], [state["moment2"]], [], [torch.full((), float(t), device=p.device)],
             lr=lr, beta1=b1, beta2=b2, weight_decay=0.0, eps=config.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
     elif config.optimizer == "lion":
