@@ -16,15 +16,19 @@ class WorkerFailed(Exception):
     """The worker answered with an error, died or took too long; the text says which."""
 
 
+def package_environment() -> dict[str, str]:
+    """An environment in which a child imports this package, whether it is installed or merely lies in a folder."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 class Process:
     """One worker process. Commands are answered one by one; none is sent while another is out."""
 
     def __init__(self, *, threads: int | None, timeout: float) -> None:
         self.timeout = timeout
-        environment = dict(os.environ)
-        # The child imports this package whether it is installed or merely lies in a folder.
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        environment = package_environment()
         if threads is not None:
             environment["RACE_THREADS"] = str(threads)
             for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -1,0 +1,148 @@
+"""`python -m conformance demo`: conformance, a short training in every framework, a race, all in one page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from core_numpy.contract.plots import draw_losses
+
+from . import race
+from .race.process import package_environment
+from .report.html import write_report
+
+PACKAGES = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax"}
+# On two cores: about a minute and a half of conformance, one of training, one of racing.
+STEPS = 100
+CONTESTANTS = ("numpy", "torch", "jax")
+PART_TIMEOUT = 240.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write demo/report.html; 0 where every part succeeded, 1 where one did not (the page says which)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance demo",
+        description="Conformance, a short training in every framework and a race, in one HTML page.",
+        epilog="Example: python -m conformance demo --out demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", default="demo", metavar="DIR", help="where the page and its data go (default demo)")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training updates (default {STEPS})")
+    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds of the race (default 8)")
+    arguments = parser.parse_args(argv)
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    begin, notes = time.perf_counter(), []
+    present = {name: package for name, package in PACKAGES.items() if importlib.util.find_spec(name) is not None}
+    for name in PACKAGES.keys() - present.keys():
+        notes.append(f"{name} is not installed, so {PACKAGES[name]} is left out.")
+        _say(notes[-1])
+    conformance = conformance_part(notes)
+    training = training_part(present, arguments.steps, notes)
+    document, png = race_part([name for name in CONTESTANTS if name in present], arguments.rounds, out, notes)
+    write_report(
+        out / "report.html", conformance=conformance, training=training, race=document, race_png=png, notes=notes
+    )
+    _say(f"{time.perf_counter() - begin:.0f} s; the report is {out / 'report.html'}")
+    return 1 if any(note.startswith("Part of this failed") for note in notes) else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, env=package_environment()
+    )
+
+
+def conformance_part(notes: list[str]) -> dict[str, Any] | None:
+    """The quick level of the suite on what is installed, in a process of its own."""
+    _say("conformance: every case of the quick level on every target ...")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "conformance.json"
+        try:
+            done = _run(["-m", "conformance", "run", "--level", "quick", "--json", str(path)], PART_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            notes.append(f"Part of this failed: conformance took longer than {PART_TIMEOUT:.0f} s.")
+            return None
+        if not path.exists():
+            notes.append(f"Part of this failed: conformance gave no result: {_last_line(done.stderr)}")
+            return None
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, target in document["targets"].items():
+        counts = {status: sum(case["status"] == status for case in target["cases"]) for status in ("passed", "failed")}
+        _say(f"  {name}: {counts['passed']} passed, {counts['failed']} failed")
+        if counts["failed"]:
+            notes.append(f"Part of this failed: {counts['failed']} calls of {name}.")
+    return document
+
+
+def training_part(present: dict[str, str], steps: int, notes: list[str]) -> dict[str, Any]:
+    """The same run on the command line of each backend: same seed, same text, so the same losses."""
+    curves, validation, sentences = {}, {}, []
+    for name, package in present.items():
+        _say(f"training: {name}, {steps} updates of the tiny model ...")
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["-m", package, "train", "--steps", str(steps), "--json", "--out", os.path.join(folder, "run")]
+            try:
+                done = _run(command, PART_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                notes.append(f"Part of this failed: training in {name} took longer than {PART_TIMEOUT:.0f} s.")
+                continue
+        if done.returncode:
+            notes.append(f"Part of this failed: training in {name}: {_last_line(done.stderr)}")
+            continue
+        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        curves[name] = [[row["step"], row["loss"]] for row in rows if "loss" in row]
+        validation[name] = rows[-1]["bits_per_byte"]
+        _say(f"  {validation[name]:.4f} bits per byte on held-out text")
+    if len(curves) > 1:
+        first = list(zip(*(points[:20] for points in curves.values()), strict=True))
+        apart = max(max(loss for _, loss in row) - min(loss for _, loss in row) for row in first)
+        sentences.append(f"In the first {len(first)} updates the losses differ by {apart:.1e} nats at most.")
+    points = {name: [(step, loss) for step, loss in curve] for name, curve in curves.items()}
+    png = _picture(lambda path: draw_losses(path, points, title="tiny, on CPython's help topics"), notes)
+    return {"curves": curves, "validation": validation, "sentences": sentences, "png": png}
+
+
+def race_part(names: Sequence[str], rounds: int, out: Path, notes: list[str]) -> tuple[dict[str, Any], bytes | None]:
+    """A short race of the eager and jitted ones; torch.compile takes its time and has its place in `race`."""
+    _say(f"race: {', '.join(names)} ...")
+    document = race.run(["tiny"], names, rounds=rounds, seconds=0.5, timeout=PART_TIMEOUT)
+    (out / "race.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    _say(race.as_text(document))
+    for one in document["races"]:
+        for name, row in one["contestants"].items():
+            if row["status"] in ("failed", "disqualified"):
+                notes.append(f"Part of this failed: {name} in the race: {row['reason']}")
+    return document, _picture(lambda path: race.draw(document, path), notes)
+
+
+def _picture(draw: Callable[[str], None], notes: list[str]) -> bytes | None:
+    """What `draw` writes to a path, or None where matplotlib is missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "picture.png")
+        try:
+            draw(path)
+        except ImportError as error:
+            if "Pictures are left out: matplotlib is not installed." not in notes:
+                notes.append("Pictures are left out: matplotlib is not installed.")
+            _say(f"  no picture: {error}")
+            return None
+        return Path(path).read_bytes()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

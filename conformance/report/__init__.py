@@ -1,0 +1,1 @@
+"""The HTML page of a run: one file, no network, no scripts."""

@@ -1,0 +1,205 @@
+"""One self-contained page from the documents of `run`, of training runs and of `race`. Any of them may be missing."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..race.table import HEADINGS, table_rows
+
+FAILED, ABSENT = "failed", "not offered"
+# A page is read by people; the JSON document holds everything.
+MOST_FAILURES = 200
+CLOSEST = 10
+FIRST_UPDATES = 20
+
+Document = Mapping[str, Any]
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    *,
+    conformance: Document | None = None,
+    training: Document | None = None,
+    race: Document | None = None,
+    race_png: bytes | None = None,
+    notes: Sequence[str] = (),
+    title: str = "Attention conformance",
+) -> None:
+    """Write the page, whole or not at all.
+
+    conformance: the JSON document of `conformance run`. training: {"curves": {name: [[step, loss], ...]}, "validation":
+    {name: bits per byte}, "sentences": [...], "png": bytes}. race: the document of `race.run`.
+    """
+    from ..summary import write_text
+
+    page = render(
+        conformance=conformance, training=training, race=race, race_png=race_png, notes=notes, title=title
+    )  # fmt: skip
+    write_text(Path(path), page)
+
+
+def render(
+    *,
+    conformance: Document | None = None,
+    training: Document | None = None,
+    race: Document | None = None,
+    race_png: bytes | None = None,
+    notes: Sequence[str] = (),
+    title: str = "Attention conformance",
+) -> str:
+    """The page as text. What comes from outside is escaped."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError(f"the HTML page needs the package jinja2: pip install jinja2 ({error})") from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    page: str = template.render(
+        title=title,
+        notes=list(notes),
+        conformance=None if conformance is None else conformance_section(conformance),
+        training=None if training is None else training_section(training),
+        race=None if race is None else race_section(race, race_png),
+        environment=environment_section(conformance, race),
+        count=count_cell,
+        percent=percent,
+    )
+    return page
+
+
+def percent(share: float) -> str:
+    """A share of the budget; what no budget can measure (a NaN, an infinity) is said as such."""
+    return f"{100 * share:.3g} %" if math.isfinite(share) else "beyond measure"
+
+
+def count_cell(cell: Mapping[str, Any] | None) -> Any:
+    """One table cell of counts."""
+    from markupsafe import Markup
+
+    if cell is None:
+        return Markup('<td class="quiet">none</td>')
+    parts = [Markup('<span class="{}">{} passed</span>').format("good" if cell["passed"] else "quiet", cell["passed"])]
+    if cell[FAILED]:
+        parts.append(Markup('<span class="bad">{} failed</span>').format(cell[FAILED]))
+    if cell[ABSENT]:
+        parts.append(Markup('<span class="absent">{} not offered</span>').format(cell[ABSENT]))
+    parts.append(Markup('<span class="quiet">{}</span>').format(percent(cell["share"])))
+    return Markup("<td>{}</td>").format(Markup("<br>").join(parts))
+
+
+def conformance_section(document: Document) -> dict[str, Any]:
+    """Rows by function, columns by target; failures; the closest calls of each target."""
+    targets = document.get("targets", {})
+    cases = {name: list(found.get("cases", [])) for name, found in targets.items()}
+    functions = list(dict.fromkeys(case.get("function", "") for found in cases.values() for case in found))
+    rows = [
+        {
+            "function": function,
+            "cells": [
+                _counts([case for case in found if case.get("function", "") == function]) for found in cases.values()
+            ],
+        }
+        for function in functions
+    ]
+    failures = [_case(name, case) for name, found in cases.items() for case in found if case.get("status") == FAILED]
+    closest = []
+    for name, found in cases.items():
+        judged = [case for case in found if case.get("status") == "passed" and case.get("share")]
+        judged.sort(key=lambda case: -case["share"])
+        if judged:
+            closest.append((name, [_case(name, case) for case in judged[:CLOSEST]]))
+    return {
+        "targets": list(targets),
+        "totals": [_counts(found) for found in cases.values()],
+        "rows": rows,
+        "failures": failures[:MOST_FAILURES],
+        "more_failures": max(len(failures) - MOST_FAILURES, 0),
+        "closest": closest,
+    }
+
+
+def _counts(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not cases:
+        return None
+    found: dict[str, Any] = {"passed": 0, FAILED: 0, ABSENT: 0}
+    for case in cases:
+        # A status that this page does not know must not look like a pass.
+        status = case.get("status")
+        found[status if status in found else FAILED] += 1
+    shares = [case["share"] for case in cases if case.get("share") is not None and case.get("status") != ABSENT]
+    return found | {"share": max(shares, default=0.0)}
+
+
+def _case(target: str, case: Mapping[str, Any]) -> dict[str, Any]:
+    rules = case.get("rules", case.get("rule", ""))
+    return {
+        "id": case.get("id", "?"),
+        "target": target,
+        "rules": rules if isinstance(rules, str) else ", ".join(rules),
+        "how": ", ".join(str(case[key]) for key in ("dtype", "kernel") if case.get(key)),
+        "detail": case.get("detail", ""),
+        "share": case.get("share") or 0.0,
+    }
+
+
+def training_section(training: Document) -> dict[str, Any]:
+    """The curves' picture, what they end with, and the first updates side by side."""
+    curves = {name: dict(map(tuple, points)) for name, points in training.get("curves", {}).items()}
+    steps = sorted({step for curve in curves.values() for step in curve})[:FIRST_UPDATES]
+    table = [
+        (step, [f"{curve[step]:.4f}" if step in curve else "" for curve in curves.values()]) for step in steps
+    ]  # fmt: skip
+    sentences = list(training.get("sentences", []))
+    sentences += [
+        f"{name}: {bits:.4f} bits per byte on held-out text." for name, bits in training.get("validation", {}).items()
+    ]
+    if table:
+        sentences.append(f"Losses of the first {len(table)} updates, in nats:")
+    return {"names": list(curves), "rows": table, "sentences": sentences, "png": data_uri(training.get("png"))}
+
+
+def race_section(document: Document, png: bytes | None) -> dict[str, Any]:
+    """Each race's table with a bar for the ratio."""
+    races = []
+    for one in document.get("races", []):
+        rows = table_rows(one)
+        slowest = max((row["ratio"] for row in one["contestants"].values() if "ratio" in row), default=1.0)
+        cells = []
+        for row in rows:
+            ratio = one["contestants"][row[0]].get("ratio", 0.0)
+            cells.append({"cells": row, "width": f"{12 * ratio / slowest:.2f}"})
+        task = one["task"]
+        title = f"{task['size']}: batch {task['batch']}, length {task['length']}, {task['flops'] / 1e9:.2f} GFLOP"
+        races.append({"title": title, "verdict": one["verdict"], "rows": cells})
+    place = document.get("environment", {})
+    said = f"{place['processor']}, {place['threads']} threads." if "processor" in place and "threads" in place else ""
+    return {"races": races, "headings": HEADINGS, "png": data_uri(png), "place": said}
+
+
+def environment_section(conformance: Document | None, race: Document | None) -> list[tuple[str, str]]:
+    """Names and values, nested ones written as paths."""
+    found: dict[str, str] = {}
+    for document in (conformance, race):
+        if document is not None:
+            _flatten(document.get("environment", {}), "", found)
+    return list(found.items())
+
+
+def _flatten(value: Any, name: str, into: dict[str, str]) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _flatten(inner, f"{name} {key}".strip(), into)
+    else:
+        into[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def data_uri(png: bytes | None) -> str | None:
+    """A picture inside the page."""
+    return None if png is None else "data:image/png;base64," + base64.b64encode(png).decode()

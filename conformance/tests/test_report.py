@@ -1,0 +1,189 @@
+"""The HTML page: complete, self-contained, escaped, and honest about what is missing."""
+
+import re
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from conformance import demo
+from conformance.report.html import percent, render, write_report
+
+PNG = b"\x89PNG\r\n\x1a\nnot really"
+
+
+def case(**changes):
+    return {
+        "id": "attention-scale", "rules": ["attention-1", "attention-2"], "function": "attention", "dtype": "float32",
+        "kernel": "auto", "status": "passed", "share": 0.25, "detail": "", **changes,
+    }  # fmt: skip
+
+
+CONFORMANCE = {
+    "targets": {
+        "core_numpy": {"cases": [case(), case(id="masks-a", function="causal_mask", share=0.0)]},
+        "backend_torch": {
+            "cases": [
+                case(share=0.5),
+                case(id="bad<script>alert(1)</script>", status="failed", share=7.0, detail="off by <b>one</b>"),
+                case(status="not offered", share=0.0, dtype="float16"),
+            ]
+        },
+    },
+    "environment": {"python": "3.11.9", "targets": {"core_numpy": {"version": "2.4"}}},
+}
+ROW = {
+    "status": "raced", "rounds": [0.1], "q1": 0.1, "median": 0.11, "q3": 0.12, "ratio": 1.0, "ratio_low": 1.0,
+    "ratio_high": 1.0, "tokens_per_second": 1234.0, "share_of_peak": 0.31, "first_step_seconds": 2.0,
+    "memory_growth": 55.0, "loss_distance": 1e-7,
+}  # fmt: skip
+RACE = {
+    "environment": {"processor": "A <fast> chip", "threads": 2, "matmul_gflops": 99.0},
+    "races": [
+        {
+            "task": {"size": "tiny", "batch": 16, "length": 64, "flops": 10**9},
+            "verdict": "torch wins",
+            "contestants": {
+                "torch": ROW,
+                "jax": {**ROW, "ratio": 2.0, "median": 0.22},
+                "ghost": {"status": "skipped", "reason": "not installed: ghost"},
+            },
+        }
+    ],
+}
+TRAINING = {"curves": {"numpy": [[1, 5.5], [2, 5.25]], "torch": [[1, 5.5]]}, "validation": {"numpy": 3.5}, "png": PNG}
+
+
+class Checker(HTMLParser):
+    """Collects the tags and checks that they nest."""
+
+    VOID = ("meta", "img", "br", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parsed(**sections):
+    checker = Checker()
+    checker.feed(render(**sections))
+    assert checker.open == []
+    return checker, " ".join(" ".join(checker.text).split())
+
+
+def test_the_page_shows_every_section():
+    _, text = parsed(conformance=CONFORMANCE, training=TRAINING, race=RACE, race_png=PNG)
+    for phrase in ("core_numpy", "causal_mask", "1 failed", "1 not offered", "700 %", "attention-1, attention-2",
+                   "numpy: 3.5000 bits per byte", "5.2500", "torch wins", "1,234", "not installed: ghost", "3.11.9",
+                   "targets core_numpy version"):  # fmt: skip
+        assert phrase in text, phrase
+
+
+def test_every_combination_of_missing_sections_gives_a_page():
+    sections = {"conformance": CONFORMANCE, "training": TRAINING, "race": RACE}
+    for mask in range(8):
+        _, text = parsed(**{name: part for i, (name, part) in enumerate(sections.items()) if mask >> i & 1})
+        assert ("nothing to report" in text) == (mask == 0)
+    empty = {"conformance": {"targets": {}}, "training": {}, "race": {"races": []}}
+    parsed(**empty)
+    parsed(conformance={"targets": {"a": {"cases": []}, "b": {"cases": [{"id": "x", "status": "passed"}]}}})
+
+
+def test_the_page_needs_nothing_from_outside():
+    checker, _ = parsed(conformance=CONFORMANCE, training=TRAINING, race=RACE, race_png=PNG)
+    page = render(conformance=CONFORMANCE, training=TRAINING, race=RACE, race_png=PNG)
+    assert "http://" not in page and "https://" not in page and "url(" not in page
+    names = [tag for tag, _ in checker.tags]
+    assert "script" not in names and "link" not in names
+    sources = [attributes["src"] for tag, attributes in checker.tags if tag == "img"]
+    assert len(sources) == 2 and all(source.startswith("data:image/png;base64,iVBORw0KGg") for source in sources)
+    assert all(attributes.get("alt") for tag, attributes in checker.tags if tag == "img")
+
+
+def test_what_comes_from_outside_is_escaped():
+    page = render(conformance=CONFORMANCE, race=RACE, notes=["<i>note</i>"])
+    assert "<script>" not in page and "<b>one</b>" not in page and "<i>" not in page and "<fast>" not in page
+    assert "off by &lt;b&gt;one&lt;/b&gt;" in page
+
+
+def test_the_page_is_readable_in_the_dark_and_on_a_phone():
+    page = render(conformance=CONFORMANCE)
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    checker, _ = parsed(conformance=CONFORMANCE, training=TRAINING, race=RACE)
+    boxes = sum(attributes.get("class") == "wide" for tag, attributes in checker.tags if tag == "div")
+    assert boxes == sum(tag == "table" for tag, _ in checker.tags)  # a wide table scrolls in its own box
+
+
+def test_an_unknown_status_is_never_a_pass_and_many_failures_are_cut():
+    _, text = parsed(conformance={"targets": {"a": {"cases": [case(status="odd")]}}})
+    assert "1 failed" in text and "0 passed" in text
+    page = render(conformance={"targets": {"a": {"cases": [case(status="failed", detail="broken")] * 250}}})
+    assert page.count("broken") == 200 and "And 50 more" in page
+
+
+def test_shares_are_percentages():
+    assert percent(0.1234) == "12.3 %" and percent(float("inf")) == "beyond measure"
+
+
+def test_the_file_is_written_whole(tmp_path):
+    write_report(tmp_path / "sub" / "report.html", conformance=CONFORMANCE)
+    assert (tmp_path / "sub" / "report.html").read_text().endswith("</html>")
+    assert re.match(r"<!doctype html>\n<html lang=.en.>", (tmp_path / "sub" / "report.html").read_text())
+
+
+# --- the demo
+
+
+def finished(stdout="", stderr="", code=0):
+    return subprocess.CompletedProcess([], code, stdout, stderr)
+
+
+def test_the_demo_goes_on_without_a_framework_and_after_a_failure(tmp_path, monkeypatch, capsys):
+    def run(arguments, timeout):
+        if "train" not in arguments:
+            return finished(stderr="boom\nthe last words", code=2)
+        if "backend_torch" in arguments:
+            raise subprocess.TimeoutExpired("train", timeout)
+        return finished('{"step": 1, "loss": 5.5}\n{"step": 1, "validation_loss": 3.0, "bits_per_byte": 4.3}\n')
+
+    monkeypatch.setattr(demo, "_run", run)
+    monkeypatch.setattr(demo.race, "run", lambda *arguments, **more: {**RACE, "names": arguments[1]})
+    find = demo.importlib.util.find_spec
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "jax" else find(name))
+    assert demo.main(["--out", str(tmp_path / "demo")]) == 1
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "jax is not installed, so backend_jax is left out." in page
+    assert "conformance gave no result: the last words" in page
+    assert "training in torch took longer" in page
+    assert "numpy: 4.3000 bits per byte" in page and "torch wins" in page
+    assert str(tmp_path / "demo" / "report.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["training_part", "race_part"])
+def test_without_matplotlib_the_demo_leaves_pictures_out(part, monkeypatch, tmp_path):
+    def missing(*arguments, **more):
+        raise ImportError("No module named 'matplotlib'")
+
+    notes = []
+    monkeypatch.setattr(
+        demo, "_run", lambda arguments, timeout: finished('{"step": 1, "loss": 5.5, "bits_per_byte": 4}')
+    )
+    monkeypatch.setattr(demo, "draw_losses", missing)
+    monkeypatch.setattr(demo.race, "draw", missing)
+    monkeypatch.setattr(demo.race, "run", lambda *arguments, **more: RACE)
+    if part == "training_part":
+        assert demo.training_part({"numpy": "core_numpy"}, 1, notes)["png"] is None
+    else:
+        assert demo.race_part(["numpy"], 1, tmp_path, notes)[1] is None
+    assert notes == ["Pictures are left out: matplotlib is not installed."]
