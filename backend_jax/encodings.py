@@ -134,7 +134,7 @@ def alibi_bias(
     require_x64("dtype", dtype, x64())
     wide = jnp.float64 if x64() else jnp.float32
     distance = jnp.abs(_relative(T, S, q_offset))[..., None, :, :]
-    return (jnp.asarray(_slopes(heads), dtype=wide)[:, None, None] * -distance.astype(wide)).astype(dtype)
+    return (jnp.asarray(_slopes(heads), dtype=wide)[:, None, None] * (-distance).astype(wide)).astype(dtype)
 
 
 def relative_buckets(

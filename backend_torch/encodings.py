@@ -124,7 +124,7 @@ def alibi_bias(
     distance = _relative(*check_distances(T, S, q_offset), q_offset).abs().unsqueeze(-3)
     wide = torch.float64 if _has_float64(distance.device) else torch.float32
     slopes = torch.tensor(_slopes(heads), dtype=wide, device=distance.device)
-    return (slopes[:, None, None] * -distance.to(wide)).to(getattr(torch, dtype))
+    return (slopes[:, None, None] * (-distance).to(wide)).to(getattr(torch, dtype))
 
 
 def relative_buckets(
