@@ -37,6 +37,8 @@ from .contract.checks.random import (
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 
+Word = np.ndarray | np.uint32
+
 
 def key(seed: int) -> np.ndarray:
     """The key of a seed: its high and low 32-bit word, uint32 (2,). Refused: negative, 2**64 and above."""
@@ -52,7 +54,8 @@ def split(key: np.ndarray, n: int = 2) -> np.ndarray:
 
 def fold_in(key: np.ndarray, data: int) -> np.ndarray:
     """The key that `data` (from 0 to 2**32 - 1) makes of `key`: the block for (0, data). Rules: random-4."""
-    words = _threefry(key, np.uint32(0), np.uint32(check_fold(key, data, np.asarray)))
+    check_fold(key, data, np.asarray)
+    words = _threefry(key, np.uint32(0), np.uint32(int(data)))
     return np.stack(words, axis=-1)
 
 
@@ -114,7 +117,7 @@ def _to_uniform(bits: np.ndarray) -> np.ndarray:
     return (bits >> np.uint32(9)).astype(np.float32) * np.float32(2.0**-23)
 
 
-def _threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _threefry(key: np.ndarray, high: Word, low: Word) -> tuple[np.ndarray, np.ndarray]:
     """random-2: twenty rounds of add, rotate, exclusive or; after every four, the next two words of the key."""
     first, second = np.asarray(key, dtype=np.uint32)
     words = (first, second, first ^ second ^ PARITY)
