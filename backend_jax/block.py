@@ -121,7 +121,7 @@ class MultiHeadAttention(nnx.Module):
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries (B, H, T, D), keys (B, G, T, D), values (B, G, T, Dv)."""
         H, G, config = self.config.heads, self.config.groups, self.config
-        parts = (self.query, self.key, self.value)
+        parts: Any = (self.query, self.key, self.value)
         if x.shape[0] * x.shape[1] < FUSED_ROWS or config.value_size != config.key_size:
             q, k, v = (heads_first(part(x), heads) for part, heads in zip(parts, (H, G, G), strict=True))
             return q, k, v
@@ -177,14 +177,14 @@ class Block(nnx.Module):
         initial = Initial.of(seed, config, self.parameter_table, dtype, device)
         self.config = config
         self.attention = MultiHeadAttention(config, seed=initial.at("attention"))
-        self.cross = MultiHeadAttention(config, seed=initial.at("cross")) if config.cross_attention else None
+        self.cross: Any = MultiHeadAttention(config, seed=initial.at("cross")) if config.cross_attention else None
         self.ffn = FeedForward(config, seed=initial.at("ffn"))
         self.norm1 = Norm(config, initial.at("norm1"))
-        self.norm2 = None if config.shared_norm else Norm(config, initial.at("norm2"))
-        self.norm3 = Norm(config, initial.at("norm3")) if config.cross_attention else None
+        self.norm2: Any = None if config.shared_norm else Norm(config, initial.at("norm2"))
+        self.norm3: Any = Norm(config, initial.at("norm3")) if config.cross_attention else None
         sandwich = config.norm_place == "sandwich"
-        self.norm1_post = Norm(config, initial.at("norm1_post")) if sandwich else None
-        self.norm2_post = Norm(config, initial.at("norm2_post")) if sandwich else None
+        self.norm1_post: Any = Norm(config, initial.at("norm1_post")) if sandwich else None
+        self.norm2_post: Any = Norm(config, initial.at("norm2_post")) if sandwich else None
 
     def __call__(
         self, x: jax.Array, *, mask=None, bias=None, kv_lengths=None, segments=None, positions=None, rotary=None,

@@ -39,7 +39,7 @@ class KVCache:
         device: Any = None,
     ) -> None:
         self.capacity = check_cache(config, batch, capacity, dtype)
-        require_x64("dtype", dtype, jax.config.jax_enable_x64)
+        require_x64("dtype", dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         self.config, self.batch, self.dtype, self.length = config, batch, dtype, 0
         layers = config.layers if isinstance(config, ModelConfig) else 1
         shape, device = (batch, config.groups, self.capacity), find_device(device)

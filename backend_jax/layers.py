@@ -94,7 +94,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     x: floating, any shape. A rate above 0 needs a key. Returns x's shape and dtype.
     """
     rate = checks.check_dropout_layer(x, rate, key)
-    if rate == 0.0:
+    if rate == 0.0 or key is None:
         return x
     if rate == 1.0:
         return jnp.zeros_like(x)

@@ -42,7 +42,7 @@ class Stack(nnx.Module):
         """Make the parts."""
         self.config = config
         # In an encoder-decoder one table may serve both sides; it is the decoder's.
-        self.embedding = Table(initial.at("embedding")) if initial.has("embedding.weight") else None
+        self.embedding: Any = Table(initial.at("embedding")) if initial.has("embedding.weight") else None
         self.positions = Table(initial.at("positions")) if config.positions == "learned" else None
         self.relative = Table(initial.at("relative")) if config.positions == "relative" else None
         self.embedding_norm = Norm(config, initial.at("embedding_norm")) if config.embedding_norm else None
@@ -56,7 +56,7 @@ class Stack(nnx.Module):
         for block in self.blocks:
             block.attention.rotary_layout = config.rotary_layout
         self.norm = Norm(config, initial.at("norm")) if config.final_norm else None
-        self.head = Head(initial.at("head")) if initial.has("head.weight") or initial.has("head.bias") else None
+        self.head: Any = Head(initial.at("head")) if initial.has("head.weight") or initial.has("head.bias") else None
         # Set by a Trainer with remat=True: each block's activations are computed again for the backward pass.
         self.remat = False
 
@@ -276,7 +276,7 @@ def set_params(module: nnx.Module, params: dict[str, np.ndarray]) -> None:
         p[...] = from_numpy(params[name], device=p[...].sharding)
 
 
-def named_parameters(module: nnx.Module) -> dict[str, nnx.Param]:
+def named_parameters(module: Any) -> dict[str, nnx.Param]:
     """The `nnx.Param`s by their paths, which are the canonical names, in the contract's order."""
     flat = {".".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     table = getattr(type(module), "parameter_table", None)

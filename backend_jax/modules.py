@@ -39,7 +39,7 @@ class Initial:
         if isinstance(seed, Initial):
             return seed
         check_module(config, seed, dtype, model=model)
-        require_x64("dtype", dtype, jax.config.jax_enable_x64)
+        require_x64("dtype", dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return cls(table(config), random.key(seed), dtype, find_device(device))
 
     def at(self, name: str) -> Initial:
@@ -125,7 +125,8 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     The leading axes are merged: XLA on a CPU transposes for the gradient of a product of rank 3.
     """
-    exact = jax.config.jax_default_matmul_precision is None and x.dtype.itemsize >= 4
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    exact = asked is None and x.dtype.itemsize >= 4
     y = jnp.matmul(x.reshape(-1, x.shape[-1]), weight, precision=jax.lax.Precision.HIGHEST if exact else None)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 

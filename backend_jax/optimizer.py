@@ -26,7 +26,18 @@ def initial_state(config: TrainConfig, params: Arrays) -> dict[str, Arrays]:
 
 def global_norm(grads: Arrays) -> jax.Array:
     """The root of the sum of squares over all gradients. Rules: core_numpy.optimizer."""
-    return jnp.sqrt(sum(square_sums(grads).values(), start=jnp.float32(0.0)))
+    return norm_of(grads, square_sums(grads))
+
+
+def norm_of(grads: Arrays, squares: Arrays) -> jax.Array:
+    """The joint norm, given each gradient's sum of squares; where float32 squares overflow, taken of smaller numbers."""
+    norm = jnp.sqrt(sum(squares.values()))
+
+    def scaled() -> jax.Array:
+        top = jnp.max(jnp.stack([jnp.max(jnp.abs(g)).astype(norm.dtype) for g in grads.values()]))
+        return top * jnp.sqrt(sum(square_sums({name: g / top for name, g in grads.items()}).values()))
+
+    return jax.lax.cond(jnp.isinf(norm), scaled, lambda: norm)
 
 
 def square_sums(grads: Arrays) -> Arrays:

@@ -6,10 +6,10 @@ optimiser, the average. It is traced once for each set of batch fields and shape
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -33,9 +33,9 @@ from .model import Transformer, named_parameters, set_params
 
 Arrays = dict[str, jax.Array]
 
-# Mixed precision after Micikevicius et al. 2018: the scale starts high, halves at an overflow, and doubles after this
-# many updates without one.
-FIRST_SCALE, GROWTH_INTERVAL = 2.0**15, 2000
+# As in torch.amp.GradScaler: a start that overflows once or twice at most, and a doubling that costs one step in 2000.
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
+log = logging.getLogger(__name__)
 
 
 class Loss(NamedTuple):
@@ -92,26 +92,26 @@ class Trainer:
     """Trains a model in place: after each update its parameters are the new ones. Rules: core_numpy.training.
 
     The step's buffers are donated: arrays read from the model before an update are gone after it; copy what is to last.
-    `traces` counts how often the step was traced.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         checks.check_trainer(model, config)
-        self.model, self.config, self.updates, self.traces = model, config, 0, 0
+        checks.check_one_device(config)
+        self.model, self.config, self.updates = model, config, 0
         self._variables = named_parameters(model)
         # Copies, because a step donates the model's arrays and they may be somebody else's too.
         self._publish({name: jnp.copy(p) for name, p in self._params.items()})
         self.state = optimizer.initial_state(config, self._params)
         self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
-        self._good_steps = 0
+        self._good = 0
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
-        graph = nnx.split(model)[0]
-        self._loss = Loss(graph, config.precision, config.label_smoothing, config.z_loss)
-        self._dropout = model.config.dropout > 0.0
-        self._step = self._update if config.compile is False else jax.jit(self._update, donate_argnums=(0, 1))
-        plain = Loss(graph, config.precision, 0.0, 0.0).total_and_count
-        self._evaluate = plain if config.compile is False else jax.jit(plain)
+        self._program = _program(nnx.split(model)[0], config, model.config.dropout > 0.0)
+
+    @property
+    def traces(self) -> int:
+        """How often the step of this model and configuration was traced: once for each set of shapes."""
+        return self._program.traces
 
     def step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One update; gives loss, gradient norm, learning rate and the number of counted targets.
@@ -123,7 +123,7 @@ class Trainer:
         t = self.updates + 1
         lr = learning_rate(self.config, t)
         with jax.default_matmul_precision(self.config.matmul_precision):
-            params, self.state, report = self._step(
+            params, self.state, report = self._program.step(
                 self._params, self.state, _arrays(batch), np.uint32(t), np.asarray(lr, self._master),
                 np.asarray(self.loss_scale, self._master),
             )  # fmt: skip
@@ -134,8 +134,7 @@ class Trainer:
             self.updates = t
             self._grow_scale()
         else:
-            # A sum of squares can overflow where no gradient is infinite; its parameter is then named as well.
-            self._refuse(t, [name for name, x in squares.items() if not np.isfinite(x)] or list(squares))
+            self._refuse(t, [name for name, x in squares.items() if not np.isfinite(x)])
         return {
             "loss": float(report["loss"]),
             "grad_norm": float(report["grad_norm"]),
@@ -165,13 +164,13 @@ class Trainer:
         for batch in batches:
             self._check(batch)
             with jax.default_matmul_precision(self.config.matmul_precision):
-                loss, count = jax.device_get(self._evaluate(self._params, _arrays(batch)))
+                loss, count = jax.device_get(self._program.evaluate(self._params, _arrays(batch)))
             total, tokens = total + float(loss), tokens + int(count)
         return {"loss": total / max(tokens, 1), "tokens": tokens}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint into the folder `path`, which any of the three backends can go on from."""
-        extra = {"backend": "jax", "loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        extra = {"backend": "backend_jax", "loss_scale": self.loss_scale, "loss_scale_steps": self._good}
         write_checkpoint(
             path,
             step=self.updates,
@@ -197,7 +196,7 @@ class Trainer:
                 arrays[name] = from_numpy(found.state[slot][name], device=x.sharding)
         trainer.updates = found.step
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
-        trainer._good_steps = int(found.extra.get("good_steps", 0))
+        trainer._good = int(found.extra.get("loss_scale_steps", 0))
         return trainer
 
     @property
@@ -224,21 +223,32 @@ class Trainer:
     def _grow_scale(self) -> None:
         if self.config.precision != "float16":
             return
-        self._good_steps += 1
-        if self._good_steps >= GROWTH_INTERVAL:
-            self.loss_scale, self._good_steps = self.loss_scale * 2.0, 0
+        self._good += 1
+        if self._good >= GROWTH_INTERVAL:
+            self.loss_scale, self._good = self.loss_scale * 2.0, 0
 
     def _refuse(self, t: int, names: list[str]) -> None:
         """A norm that is not finite: nothing was changed. Stop or say that the step was left out."""
         if self.config.precision == "float16" and self.loss_scale > 1.0:
-            self.loss_scale, self._good_steps = self.loss_scale / 2.0, 0
-            warnings.warn(
-                f"update {t} overflowed in float16 and was left out; the loss scale is now {self.loss_scale:g}",
-                RuntimeWarning, stacklevel=3,
-            )  # fmt: skip
+            self.loss_scale, self._good = self.loss_scale / 2.0, 0
+            log.warning("update %d left out: float16 gradients overflowed; the loss scale is %g", t, self.loss_scale)
             return
         if self.config.nonfinite == "stop":
             checks.check_finite(t, names)
+        log.warning("update %d left out: gradients that are not finite in %s", t, ", ".join(names[:5]))
+
+
+class Program:
+    """What is compiled of a trainer; trainers of equal models and configurations share it."""
+
+    def __init__(self, graph: nnx.GraphDef, config: TrainConfig, dropout: bool) -> None:
+        self.config, self.dropout, self.traces = config, dropout, 0
+        self.loss = Loss(graph, config.precision, config.label_smoothing, config.z_loss)
+        self.dtype = "float64" if config.precision == "float64" else "float32"
+        plain = Loss(graph, config.precision, 0.0, 0.0).total_and_count
+        eager = config.compile is False
+        self.step: Callable = self._update if eager else jax.jit(self._update, donate_argnums=(0, 1))
+        self.evaluate: Callable = plain if eager else jax.jit(plain)
 
     def _update(
         self,
@@ -254,18 +264,18 @@ class Trainer:
         config = self.config
         tokens = _counted(batch)
         # Cast before dividing: an int32 count and a float32 scale would give float32 to a float64 loss.
-        factor = loss_scale / jnp.maximum(tokens, 1).astype(self._master)
-        key = random.fold_in(random.key(config.seed), t) if self._dropout else None
+        factor = loss_scale / jnp.maximum(tokens, 1).astype(self.dtype)
+        key = random.fold_in(random.key(config.seed), t) if self.dropout else None
 
         def gradients(micro: Arrays, m: Any) -> tuple[jax.Array, Arrays]:
             own = None if key is None else random.fold_in(key, m)
-            return jax.value_and_grad(lambda p: self._loss.total(p, micro, own).astype(self._master) * factor)(params)
+            return jax.value_and_grad(lambda p: self.loss.total(p, micro, own).astype(self.dtype) * factor)(params)
 
-        loss, grads = _accumulated(gradients, batch, config.accumulate)
+        loss, grads = _accumulated(gradients, params, batch, config.accumulate)
         if config.precision == "float16":
             loss, grads = loss / loss_scale, {name: g / loss_scale for name, g in grads.items()}
         squares = optimizer.square_sums(grads)
-        norm = jnp.sqrt(sum(squares.values()))
+        norm = optimizer.norm_of(grads, squares)
         grads = optimizer.clip(grads, norm, config.clip_norm)
         fresh, after = optimizer.update(config, params, grads, state, t=t, lr=lr)
         # Selected in the same loops that compute the update; a step that is left out changes nothing.
@@ -273,7 +283,11 @@ class Trainer:
         return fresh, after, {"loss": loss, "grad_norm": norm, "tokens": tokens, "squares": squares}
 
 
-def _accumulated(gradients: Any, batch: Arrays, count: int) -> tuple[jax.Array, Arrays]:
+# The key is everything that the program depends on. Eight: enough to compare a few models, and executables are large.
+_program = lru_cache(maxsize=8)(Program)
+
+
+def _accumulated(gradients: Callable, params: Arrays, batch: Arrays, count: int) -> tuple[jax.Array, Arrays]:
     """The sum over micro-batches, rows m n to (m + 1) n - 1 each, in a loop that is compiled once."""
     if count == 1:
         return gradients(batch, np.uint32(0))
@@ -284,19 +298,21 @@ def _accumulated(gradients: Any, batch: Arrays, count: int) -> tuple[jax.Array, 
         else x.reshape(count, x.shape[0] // count, *x.shape[1:])
         for name, x in batch.items()
     }
-    rest = {name: x[1:] for name, x in micros.items()}
 
     def add(total: Any, item: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradients(*item)), None
 
-    first = gradients({name: x[0] for name, x in micros.items()}, np.uint32(0))
-    return jax.lax.scan(add, first, (rest, jnp.arange(1, count, dtype=jnp.uint32)))[0]
+    zero = (jnp.zeros((), next(iter(params.values())).dtype), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(add, zero, (micros, jnp.arange(count, dtype=jnp.uint32)))[0]
 
 
 def restored(graph: nnx.GraphDef, params: Arrays) -> Transformer:
     """The module of a graph with these arrays as its parameters."""
-    paths = {tuple(int(part) if part.isdigit() else part for part in name.split(".")): p for name, p in params.items()}
-    return nnx.merge(graph, nnx.State.from_flat_path({path: nnx.Param(p) for path, p in paths.items()}))
+    paths: Any = {
+        tuple(int(part) if part.isdigit() else part for part in name.split(".")): nnx.Param(p)
+        for name, p in params.items()
+    }
+    return nnx.merge(graph, nnx.from_flat_state(paths))
 
 
 def _counted(batch: Arrays) -> jax.Array:
