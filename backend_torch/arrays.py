@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .visibility import traced
+
 
 def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> torch.Tensor:
     """A tensor with a copy of x's values; bfloat16 arrays (ml_dtypes) keep their bits.
@@ -66,12 +68,7 @@ def values(x: torch.Tensor) -> np.ndarray | None:
     None for meta and fake tensors, tensors under torch.func transforms, tensors on an accelerator, and while
     torch.compile or torch.export traces.
     """
-    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    if x.device.type != "cpu":
-        return None
-    # Inside torch.func transforms and modes such as FakeTensorMode even a plain tensor is not plain to work with.
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or traced():
         return None
     x = x.detach()
     return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()

@@ -23,8 +23,9 @@ def dense(call, *, value: bool = True) -> tuple[Tensor | None, Tensor, Tensor]:
     vis = visible(call.see, q.device, (0, N), (0, T), (0, S))
     if vis is not None:
         alive = seen(vis, G)
-        k = k.where(alive, 0.0)
-        v = v.where(alive, 0.0) if value else v
+        if alive is not None:
+            k = k.where(alive, 0.0)
+            v = v.where(alive, 0.0) if value else v
     scores = grouped(q.to(acc), G) @ k.to(acc).mT
     scores = scores.reshape(N, H, T, S) * plan.scale
     if plan.softcap is not None:

@@ -15,7 +15,7 @@ def flex(call: Any, attend: Callable[..., Any] | None = None) -> tuple[Tensor, T
 
     Sinks join afterwards, through lse: out *= exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
     q, k, v, see, plan = call.q, call.k, call.v, call.see, call.plan
     allowed = _allowed(see, q.device)
@@ -31,10 +31,11 @@ def flex(call: Any, attend: Callable[..., Any] | None = None) -> tuple[Tensor, T
             if see.kv_segments is not None:
                 alive &= torch.isin(see.kv_segments, see.q_segments) & (see.kv_segments >= 0)
             k, v = (x.where(alive[:, None, :, None], 0.0) for x in (k, v))
-    out, lse = (attend or _compiled())(
+    out, aux = (attend or _compiled())(
         q, k, v, score_mod=_cap(plan.softcap), block_mask=mask, scale=plan.scale,
-        enable_gqa=q.shape[1] != k.shape[1], return_lse=True,
+        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True),
     )  # fmt: skip
+    lse = aux.lse
     if call.sinks is not None:
         joint = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
         out = (out * torch.exp(lse - joint.where(joint > -torch.inf, 0.0))[..., None]).to(q.dtype)

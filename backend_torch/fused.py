@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,14 +32,18 @@ def sdpa(call: Any) -> Tensor:
     flag = False
     if plan.scale > 0 and _is_flag(see):  # on a CPU torch scales its fill of -inf too: NaN for 0, inf below
         flag = True
-    mask = None if flag or not _restricts(see) else visible(see, q.device, (0, q.shape[0]), (0, T), (0, k.shape[2]))
-    if mask is not None:
-        alive = seen(mask, k.shape[1])
-        k, v = k.where(alive, 0.0), v.where(alive, 0.0)
+    mask = None
+    if not flag and (see.banded or see.ragged or see.mask is not None):
+        mask = visible(replace(see, bias=None), q.device, (0, q.shape[0]), (0, T), (0, k.shape[2]))
     if see.bias is not None:
         # In the accumulation dtype, never rounded down to that of q (a bias of q's own dtype stays what it is).
-        bias = see.bias if see.bias.dtype == q.dtype else see.bias.to(accumulation(q.dtype))
+        # Detached: this kernel is not chosen where a bias wants a gradient, but torch looks at the flag alone.
+        bias = see.bias.detach()
+        bias = bias if bias.dtype == q.dtype else bias.to(accumulation(q.dtype))
         mask = bias if mask is None else bias.where(mask, -torch.inf)
+    alive = None if mask is None else seen(mask, k.shape[1])
+    if alive is not None:
+        k, v = k.where(alive, 0.0), v.where(alive, 0.0)
     if Dv != D and not q.is_cuda:
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     # The fused kernels need features next to each other; otherwise torch quietly takes its quadratic one.
@@ -70,10 +75,6 @@ def _cut(see: Visibility, start: int, stop: int) -> Visibility:
         mask=keys(see.mask),
         bias=keys(see.bias),
     )
-
-
-def _restricts(see: Visibility) -> bool:
-    return see.banded or see.ragged or see.mask is not None or see.bias is not None
 
 
 def _is_flag(see: Visibility) -> bool:

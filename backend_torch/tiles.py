@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """The inputs of one piece; mask is None where everything is visible."""
+    """The inputs of one piece; mask is None where all is visible, but for what a bias of -inf masks."""
 
     q: Tensor
     k: Tensor
@@ -52,31 +52,36 @@ def tile(p: Problem, piece: Piece, masks: dict[tuple[int, ...], Tensor]) -> Tile
     q, k, v = p.cut(piece)
     if piece.kind == "full":
         return Tile(q, k, v, None, piece)
-    see, (i0, i1), (j0, j1) = p.see, piece.q, piece.k
-    plain = see.mask is None and see.bias is None and not see.ragged
+    see, (i0, i1), (j0, j1) = replace(p.see, bias=None), piece.q, piece.k
+    bias = bias_of(p, piece)
+    plain = see.mask is None and bias is None and not see.ragged
     if plain and isinstance(see.offset, int):  # inner pieces of a band share one mask, and have no unseen keys
         name = (i1 - i0, j1 - j0, i0 + see.offset - j0)
         if name not in masks:
             masks[name] = visible(see, q.device, piece.n, piece.q, piece.k)
         return Tile(q, k, v, masks[name], piece)
     mask = visible(see, q.device, piece.n, piece.q, piece.k)
-    alive = seen(mask, k.shape[1])
-    if q.is_cuda or not bool(alive.all()):
+    term = mask if bias is None else bias if mask is None else bias.where(mask, -torch.inf)
+    alive = seen(term, k.shape[1])
+    if alive is not None:
         k, v = k.where(alive, 0.0), v.where(alive, 0.0)
     return Tile(q, k, v, mask, piece)
 
 
+def bias_of(p: Problem, piece: Piece) -> Tensor | None:
+    bias = p.see.bias
+    return None if bias is None else part(bias, piece.n, (0, bias.shape[1]), piece.q, piece.k)
+
+
 def additive(p: Problem, t: Tile) -> Tensor | None:
     """Mask and bias as one term for the fused kernel, (n or 1, H or 1, i, j) in the accumulation dtype."""
-    if t.mask is None:
-        return None
-    acc = accumulation(t.q.dtype)
-    if p.see.bias is not None:
-        bias = part(p.see.bias, t.piece.n, (0, p.see.bias.shape[1]), t.piece.q, t.piece.k).to(acc)
-        term = bias.where(t.mask, -torch.inf)
-    else:
+    acc, term = accumulation(t.q.dtype), bias_of(p, t.piece)
+    if term is not None:
+        term = term.to(acc)
+        term = term if t.mask is None else term.where(t.mask, -torch.inf)
+    elif t.mask is not None:
         term = torch.zeros(t.mask.shape, dtype=acc).masked_fill_(~t.mask, -torch.inf)
-    return term.expand(*term.shape[:2], t.q.shape[2], t.k.shape[2])
+    return None if term is None else term.expand(*term.shape[:2], t.q.shape[2], t.k.shape[2])
 
 
 def _flagged(p: Problem, t: Tile) -> bool:
@@ -88,9 +93,10 @@ def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece by the fused kernel, which reports lse 0 for a row without keys: -inf here."""
     if _flagged(p, t):
         return _FLASH(t.q, t.k, t.v, 0.0, True, scale=p.scale)
-    out, lse = _FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=additive(p, t), scale=p.scale)
-    if t.mask is not None:
-        lse = lse.where(t.mask.any(-1), -torch.inf)
+    term = additive(p, t)
+    out, lse = _FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=term, scale=p.scale)
+    if term is not None and bool((lse == 0).any()):
+        lse = lse.where(term.amax(-1) > -torch.inf, -torch.inf)
     return out, lse
 
 
@@ -110,8 +116,9 @@ def scores(p: Problem, t: Tile) -> tuple[Tensor, Tensor | None]:
     if p.softcap is not None:
         bent = s.div_(p.softcap).tanh_()
         s = bent * p.softcap
-    if p.see.bias is not None:
-        s += part(p.see.bias, t.piece.n, (0, p.see.bias.shape[1]), t.piece.q, t.piece.k)
+    bias = bias_of(p, t.piece)
+    if bias is not None:
+        s += bias
     if t.mask is not None:
         s.masked_fill_(~t.mask, -torch.inf)
     return s, bent

@@ -77,12 +77,31 @@ def visible(see: Visibility, device: torch.device, n: tuple[int, int], i: tuple[
     return result
 
 
-def seen(vis: Tensor, G: int) -> Tensor:
-    """(n, G, j, 1) bool, axes of size 1 standing for all: the keys that some query may attend to."""
-    some = vis.any(-2)
+def seen(term: Tensor, G: int) -> Tensor | None:
+    """(n, G, j, 1) bool: the keys that some query may attend to; None where three rows show that all are.
+
+    term: bool visibility, or a bias whose -inf entries are masked, (n or 1, H or 1, i or 1, j or 1).
+    """
+    if term.shape[-2] > 8 and not term.is_cuda and type(term) is torch.Tensor and not traced():
+        rows = term[..., :: term.shape[-2] // 2, :]
+        rows = torch.cat((rows, term[..., -1:, :]), -2)
+        if bool(_some(rows).all()):
+            return None
+    some = _some(term)
     if some.shape[1] not in (1, G):
         some = some.unflatten(1, (G, -1)).any(2)
     return some[..., None]
+
+
+def _some(term: Tensor) -> Tensor:
+    return term.any(-2) if term.dtype == torch.bool else term.amax(-2) > -torch.inf
+
+
+def traced() -> bool:
+    """Whether tensors may have no values to look at: torch.compile, torch.export, torch.func, FakeTensorMode."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def hull(see: Visibility, T: int, S: int) -> tuple[int, int]:
