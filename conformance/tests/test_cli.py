@@ -231,34 +231,52 @@ def test_without_matplotlib_the_run_ends_well_and_says_what_is_missing(stand_in,
     assert "no loss.png: it needs the package matplotlib" in capsys.readouterr().out
 
 
+# --- the real backends
+
+SMALL = ["--batch", "4", "--length", "16", "--plain"]
+
+
 def real(name):
     package = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax"}[name]
     pytest.importorskip(name)
     return importlib.import_module(package)
 
 
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_the_same_seed_prints_the_same_losses_as_the_reference(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    printed = {}
-    for each in ("numpy", name):
-        arguments = ["train", "--steps", "20", "--batch", "4", "--length", "16", "--plain", "--out", each]
-        assert main(real(each), arguments) == 0
-        printed[each] = [f"{row['loss']:.4f}" for row in logged(each)]
-    assert len(printed[name]) == 20 and printed[name] == printed["numpy"]
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run of the reference, with a checkpoint after 10 of its 20 updates."""
+    out = str(tmp_path_factory.mktemp("reference") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "EVALUATION_BATCHES", 2)
+        assert main(real("numpy"), ["train", "--steps", "20", *SMALL, "--checkpoint-every", "10", "--out", out]) == 0
+    return out
+
+
+def losses(path):
+    return [f"{row['loss']:.4f}" for row in logged(path)]
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_a_run_of_the_reference_goes_on_and_writes_in_another_backend(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    small = ["--batch", "4", "--length", "16", "--plain"]
-    assert main(real("numpy"), ["train", "--steps", "12", *small, "--out", "a", "--checkpoint-every", "10"]) == 0
-    assert main(real(name), ["train", "--resume", "a/step-00000010", "--plain", "--out", "b"]) == 0
-    assert [f"{row['loss']:.4f}" for row in logged("b")] == [f"{row['loss']:.4f}" for row in logged("a")[10:]]
-    greedy = ["The ", "--max-new", "8", "--temperature", "0"]
-    capsys.readouterr()
+def test_the_same_seed_prints_the_same_losses_as_the_reference(name, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "EVALUATION_BATCHES", 2)
+    assert main(real(name), ["train", "--steps", "20", *SMALL, "--out", str(tmp_path / "run")]) == 0
+    assert len(losses(reference)) == 20 and losses(tmp_path / "run") == losses(reference)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_run_of_the_reference_goes_on_and_writes_in_another_backend(name, reference, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training_run, "EVALUATION_BATCHES", 2)
+    out = str(tmp_path / "run")
+    assert main(real(name), ["train", "--resume", f"{reference}/step-00000010", "--plain", "--out", out]) == 0
+    assert losses(out) == losses(reference)[10:]
     texts = []
     for each in ("numpy", name):
-        assert main(real(each), ["generate", "--resume", "b", *greedy]) == 0
+        capsys.readouterr()
+        assert main(real(each), ["generate", "--resume", out, "The ", "--max-new", "8", "--temperature", "0"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("The ")
+    capsys.readouterr()
+    for each in ("numpy", name):  # and what another backend wrote goes back to the reference
+        assert main(real(each), ["evaluate", "--resume", out, "--json", "--batch", "2"]) == 0
+    first, second = (json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines())
+    assert first == pytest.approx(second, rel=1e-5)
