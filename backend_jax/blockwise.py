@@ -37,7 +37,7 @@ def blockwise(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms
 
 def _forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> tuple[jax.Array, jax.Array]:
     acc = accumulation(q.dtype)
-    if 0 in (spec.B, spec.T, spec.S, spec.Dv):
+    if 0 in (spec.B, spec.T, spec.S):
         return _without_scores(spec, q, terms, acc)
     plan = layout(spec, frozenset(terms))
 

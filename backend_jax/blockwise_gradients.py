@@ -30,7 +30,7 @@ Sums = dict[str, jax.Array]
 def backward(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
     """Cotangents of (q, k, v, terms) from what the forward pass saved and the cotangents of out and lse."""
     q, k, v, terms, _, _ = saved
-    if 0 in (spec.B, spec.T, spec.S, spec.Dv):
+    if 0 in (spec.B, spec.T, spec.S):
         return _without_scores(spec, saved, cotangents)
     acc, plan = accumulation(q.dtype), layout(spec, frozenset(terms))
     shared: Sums = {name: jnp.zeros(terms[name].shape, acc) for name in ("bias", "sinks") if name in terms}

@@ -30,6 +30,7 @@ LIBRARY: tuple[Row, ...] = (
     (lambda a: a.wants == "weights", "it gives no weights"),
     (lambda a: a.wants == "lse", "it gives no lse with a gradient"),
     (lambda a: a.plan.dtype == "float64", "it computes the softmax in float32"),
+    (lambda a: a.plan.dtype == "float16" and a.platform != "gpu", "its float16 products compile for GPUs only"),
     (lambda a: a.plan.Dv != a.plan.D, "it takes values of the head size only"),
     (lambda a: a.plan.softcap is not None, "it has no softcap"),
     (lambda a: "sinks" in a.given, "it has no sinks"),

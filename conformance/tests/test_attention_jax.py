@@ -1,0 +1,452 @@
+"""backend_jax's attention against the reference, in every kernel and every way of cutting the work."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from functools import partial
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import ml_dtypes  # noqa: E402
+
+import backend_jax  # noqa: E402
+import core_numpy  # noqa: E402
+from conformance.tests.mix_attention import ROWS, arguments, identity  # noqa: E402
+from conformance.tests.refusals_attention import ROWS as REFUSALS  # noqa: E402
+from conformance.tests.refusals_attention import valid  # noqa: E402
+from core_numpy.gradients import attention_with_lse_vjp  # noqa: E402
+
+module = importlib.import_module("backend_jax.attention")
+blocks = importlib.import_module("backend_jax.blocks")
+OWN = ("blockwise", "dense")
+# Blocks so small that a few keys need every way of cutting: whole rows unrolled, one range per block under a window,
+# chunks with a running maximum; one head and batch element per step. The last blocks overlap those before.
+SMALL = {
+    "unrolled": {"FEWEST_ROWS": 1, "ROWS": 3, "UNROLLED": 8, "ROWS_LONGEST": 99, "CACHED_SCORES": 30},
+    "looped": {"FEWEST_ROWS": 1, "ROWS": 2, "UNROLLED": 0, "CHUNK": 4, "CACHED_SCORES": 1},
+    "chunks": {"FEWEST_ROWS": 1, "ROWS": 1, "UNROLLED": 0, "SLAB_LONGEST": 0, "CHUNK": 3, "CACHED_SCORES": 20},
+}
+NAN, INF = np.nan, np.inf
+KEY = np.array([3, 4], dtype=np.uint32)
+
+
+@contextlib.contextmanager
+def cut(way, monkeypatch):
+    """Small blocks, in float64, and nothing compiled kept from before or for later."""
+    for name, value in SMALL.get(way, {}).items():
+        monkeypatch.setattr(blocks, name, value)
+    with jax.enable_x64(True):
+        module._run.clear_cache()
+        yield
+        module._run.clear_cache()
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape)
+
+
+def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7, seed=0, dtype=np.float32):
+    q, k, v = normal(B, H, T, D, seed=seed), normal(B, G, S, D, seed=seed), normal(B, G, S, Dv, seed=seed)
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+
+def close(got, want, tolerance: float = 1e-12) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
+
+
+def agrees_with_the_reference(x, keywords, kernel, tolerance=1e-12):
+    """Output, lse, and the gradients of all that is differentiable, lse's cotangent included."""
+    out, lse = core_numpy.attention_with_lse(**x, **keywords)
+    douts, dlse = normal(*out.shape, seed=1), normal(*lse.shape, seed=2)
+    want = attention_with_lse_vjp(douts, dlse, **x, **keywords)
+    smooth = x | {name: keywords[name] for name in ("bias", "sinks") if name in keywords}
+    rest = {name: value for name, value in keywords.items() if name not in smooth}
+
+    @jax.jit
+    def both(smooth):
+        f = lambda smooth: backend_jax.attention_with_lse(**smooth, **rest, kernel=kernel)  # noqa: E731
+        found, back = jax.vjp(f, smooth)
+        return found, back((jnp.asarray(douts), jnp.asarray(dlse)))[0]
+
+    (got, got_lse), gradients = both(smooth)
+    close(got, out, tolerance)
+    close(got_lse, lse, tolerance)
+    assert gradients.keys() == want.keys()
+    for name in want:
+        close(gradients[name], want[name], 10 * tolerance)
+
+
+# ---------------------------------------------------------------- every keyword with every other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=identity)
+@pytest.mark.parametrize("way", [*SMALL, "dense"])
+def test_every_two_keywords_together_agree_with_the_reference_and_its_gradients(row, way, monkeypatch):
+    with cut(way, monkeypatch):
+        agrees_with_the_reference(*arguments(row), "dense" if way == "dense" else "blockwise")
+
+
+@pytest.mark.parametrize("n", range(0, len(ROWS), 6))
+def test_some_keywords_together_agree_with_the_reference_and_its_gradients(n, monkeypatch):
+    way = (*SMALL, "dense")[n // 6 % 4]
+    with cut(way, monkeypatch):
+        agrees_with_the_reference(*arguments(ROWS[n]), "dense" if way == "dense" else "blockwise")
+
+
+BASE = {
+    "full": {},
+    "causal": {"causal": True, "q_offset": -4},
+    "window": {"window": (3, 1), "q_offset": 2},
+    "segments": {
+        "q_segments": np.array([[0, 0, 1, 1, 1, 2, -1], [5, 5, 5, -1, 7, 7, 7]]),
+        "kv_segments": np.array([[0, 1, 1, 1, 1, 1, 2, 2, 3, -1, -1], [-1, 5, 5, 5, 5, 5, 7, 7, 7, 7, 8]]),
+    },
+    "ragged": {"causal": True, "q_offset": np.array([6, -3]), "kv_lengths": np.array([11, 4])},
+    "padding": {"kv_lengths": np.array([0, 9]), "sinks": np.array([0.5, -1.0, 2.0, 0.0])},
+    "bias": {"bias": normal(1, 4, 1, 11), "softcap": 1.5, "mask": normal(2, 1, 7, 11) < 0.8},
+    "dropout": {"dropout_rate": 0.4, "dropout_key": KEY, "window": (None, 2), "q_offset": 1},
+}
+
+
+@pytest.mark.parametrize("name", BASE)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["looped", "chunks"])
+def test_many_blocks_agree_with_the_reference_and_its_gradients(name, way, monkeypatch):
+    q, k, v = inputs(T=7, S=11, dtype=np.float64)
+    with cut(way, monkeypatch):
+        agrees_with_the_reference({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
+
+
+@pytest.mark.parametrize("restriction", [{"causal": True}, {"window": (300, 20)}, {"kv_lengths": np.array([513])}])
+def test_blocks_of_the_real_size_agree_with_the_reference(restriction):
+    q, k, v = inputs(B=1, H=2, G=1, T=2311, S=2311, D=3, Dv=2)
+    got, lse = backend_jax.attention_with_lse(q, k, v, **restriction, kernel="blockwise")
+    want, want_lse = core_numpy.attention_with_lse(q, k, v, **restriction)
+    close(got, want, 1e-5)
+    close(lse, want_lse, 1e-5)
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("kernel", [*OWN, "xla"])
+@pytest.mark.parametrize(
+    ("dtype", "units"),
+    [(np.float16, 1), (ml_dtypes.bfloat16, 1), (np.float32, 16)],
+    ids=["float16", "bfloat16", "float32"],
+)
+def test_low_precision_is_computed_in_float32_and_rounded_once(dtype, units, kernel):
+    if kernel == "xla" and dtype == np.float16:
+        with pytest.raises(ValueError, match="compile for GPUs only"):
+            backend_jax.attention(*inputs(D=8, Dv=8, dtype=dtype), kernel=kernel)
+        return
+    if kernel == "xla" and dtype != np.float32:
+        units = 4  # the library rounds the weights as well
+    q, k, v = inputs(T=5, D=8, Dv=8, dtype=dtype)
+    got = backend_jax.attention(q, k, v, causal=True, kernel=kernel)
+    assert got.dtype == dtype
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    want = core_numpy.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=True)
+    assert np.abs(np.asarray(got).astype(np.float64) - want).max() <= units * eps * np.abs(want).max()
+
+
+def test_lse_is_float32_for_low_precision_and_float64_for_float64():
+    q, k, v = inputs(dtype=ml_dtypes.bfloat16)
+    assert backend_jax.attention_with_lse(q, k, v)[1].dtype == jnp.float32
+    with jax.enable_x64(True):
+        q, k, v = inputs(dtype=np.float64)
+        assert backend_jax.attention_with_lse(q, k, v)[1].dtype == jnp.float64
+
+
+def test_float64_without_x64_is_refused_and_says_how_to_turn_it_on():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        backend_jax.attention(*inputs(dtype=np.float64))
+    with pytest.raises(TypeError, match="bias is float64"):
+        backend_jax.attention(q, k, v, bias=np.zeros((3, 5)))
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        backend_jax.from_numpy(np.zeros(2))
+    with pytest.raises(TypeError, match="dtype is float64"):
+        backend_jax.from_numpy(np.zeros(2, np.float32), dtype="float64")
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        backend_jax.merge_attention([np.zeros((2, 3))], [np.zeros(2)])
+
+
+def test_a_float64_or_float32_bias_serves_bfloat16_queries_in_the_accumulation_dtype():
+    q, k, v = inputs(dtype=ml_dtypes.bfloat16)
+    bias = np.full((3, 5), -np.inf)
+    bias[:, 1] = 1.0  # minus infinity and one: -65504 and the like would not do
+    with jax.enable_x64(True):
+        got = backend_jax.attention(q, k, v, bias=bias)
+    want = np.repeat(v[:, :, 1:2], 2, axis=1)
+    np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(want, got.shape))
+
+
+def test_bfloat16_survives_numpy_bit_for_bit():
+    x = np.array([1.0, 1.0078125, 3.39e38, -0.0, NAN]).astype(ml_dtypes.bfloat16)
+    back = backend_jax.to_numpy(backend_jax.from_numpy(x))
+    assert back.dtype == x.dtype
+    np.testing.assert_array_equal(back.view(np.uint16), x.view(np.uint16))
+
+
+def test_from_numpy_copies_and_values_reads_only_what_is_there():
+    x = np.arange(3, dtype=np.int32)
+    kept = backend_jax.from_numpy(x)
+    x[0] = 9
+    assert backend_jax.to_numpy(kept).tolist() == [0, 1, 2]
+    assert backend_jax.values(kept).tolist() == [0, 1, 2]
+    seen = []
+    jax.jit(lambda x: seen.append(backend_jax.values(x)) or x)(kept)
+    assert seen == [None]
+    assert backend_jax.describe()["framework"] == "jax"
+    assert backend_jax.wait({"a": kept})["a"] is kept
+
+
+# ---------------------------------------------------------------- public reports
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("how", ["mask", "bias"])
+def test_a_dead_query_gives_zeros_and_leaves_the_gradients_of_others_alone(how, kernel):
+    """Permitted keys {0}, {}, {0, 1}; the dead row holds NaN, and so does what comes back for it."""
+    mask = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 0]], bool)
+    q, k, v = inputs(B=1, H=1, G=1, T=3, S=3, D=4, Dv=4)
+    q[0, 0, 1] = NAN
+    keywords = {"mask": mask} if how == "mask" else {"bias": np.where(mask, 0, -INF).astype(np.float32)}
+    out, back = jax.vjp(lambda *x: backend_jax.attention(*x, **keywords, kernel=kernel), q, k, v)
+    assert not np.asarray(out[0, 0, 1]).any()
+    close(out[0, 0, 0], v[0, 0, 0], 1e-6)
+    dout = np.ones(out.shape, np.float32)
+    dout[0, 0, 1] = NAN if kernel == "blockwise" else 0.0
+    gradients = back(jnp.asarray(dout))
+    assert all(np.isfinite(np.asarray(x)).all() for x in gradients)
+    assert not np.asarray(gradients[0][0, 0, 1]).any()
+    weights = backend_jax.attention_weights(q, k, **keywords)
+    assert not np.asarray(weights[0, 0, 1]).any()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("hidden", ["mask", "bias", "kv_lengths", "segments", "window"])
+def test_nothing_in_a_key_that_no_query_sees_reaches_outputs_or_gradients(hidden, kernel):
+    keywords = {
+        "mask": {"mask": np.array([[True, True, False]])},
+        "bias": {"bias": np.array([[0, 0, -INF]], np.float32)},
+        "kv_lengths": {"kv_lengths": np.array([2])},
+        "segments": {"q_segments": np.array([[1, 1]]), "kv_segments": np.array([[1, 1, -1]])},
+        "window": {"window": (2, 0), "q_offset": 0},
+    }[hidden]
+    q, k, v = inputs(B=1, H=1, G=1, T=2, S=3, D=4, Dv=4)
+    loss = lambda *x: (backend_jax.attention(*x, **keywords, kernel=kernel) ** 2).sum()  # noqa: E731
+    f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    clean = f(q, k, v)
+    for poison in (NAN, INF, 1e30):
+        bad_k, bad_v = k.copy(), v.copy()
+        bad_k[..., 2, :] = bad_v[..., 2, :] = poison
+        for got, want in zip(jax.tree.leaves(f(q, bad_k, bad_v)), jax.tree.leaves(clean), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert not np.asarray(clean[1][1][..., 2, :]).any()
+
+
+@pytest.mark.parametrize("way", ["unrolled", "looped", "chunks"])
+def test_padding_stays_out_however_the_work_is_cut(way, monkeypatch):
+    q, k, v = inputs(T=6, S=8, dtype=np.float64)
+    k[1, :, 3:], v[1, :, 3:] = NAN, INF
+    k[0, :, 7], v[0, :, 7] = INF, NAN
+    keywords = {"kv_lengths": np.array([7, 3]), "causal": True, "q_offset": 1}
+    with cut(way, monkeypatch):
+        agrees_with_the_reference({"q": q, "k": k, "v": v}, keywords, "blockwise")
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_hidden_keys_that_change_leave_permitted_rows_bit_equal(kernel):
+    q, k, v = inputs(T=4, S=4)
+    f = partial(backend_jax.attention, causal=True, kernel=kernel)
+    before = np.asarray(f(q, k, v))
+    k[..., 3, :], v[..., 3, :] = 1e6, -1e6
+    after = np.asarray(f(q, k, v))
+    np.testing.assert_array_equal(before[..., :3, :], after[..., :3, :])
+    assert (before[..., 3, :] != after[..., 3, :]).all()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_zero_scores_and_an_identity_for_values_show_the_mask_normalised(kernel):
+    """T2 S5: top-left [1, 0, 0, 0, 0], [1/2, 1/2, 0, 0, 0]; bottom-right four quarters, then five fifths."""
+    q, k, v = np.zeros((1, 2, 3), np.float32), np.zeros((1, 5, 3), np.float32), np.eye(5, dtype=np.float32)[None]
+    f = partial(backend_jax.attention, q, k, v, causal=True, kernel=kernel)
+    close(f(q_offset=0)[0], [[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0]], 1e-6)
+    close(f(q_offset=3)[0], [[0.25] * 4 + [0], [0.2] * 5], 1e-6)
+
+
+@pytest.mark.parametrize("kernel", [*OWN, "xla"])
+def test_query_heads_share_key_heads_in_blocks_of_neighbours(kernel):
+    q, k = np.zeros((1, 4, 2, 2), np.float32), np.zeros((1, 2, 2, 2), np.float32)
+    v = np.broadcast_to(np.eye(2, dtype=np.float32)[None, :, None], k.shape)
+    got = np.asarray(backend_jax.attention(q, k, v, kernel=kernel))
+    assert got[0, :, 0].tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
+
+
+def test_the_soft_cap_comes_before_the_mask():
+    """Scores 0, cap 1: after the mask it would let exp(-1) / (1 + exp(-1)) of the hidden key through."""
+    one = np.zeros((1, 1), np.float32)
+    keys, values = np.zeros((2, 1), np.float32), np.array([[1.0], [1e6]], np.float32)
+    for kernel in OWN:
+        got = backend_jax.attention(one, keys, values, mask=np.array([[True, False]]), softcap=1.0, kernel=kernel)
+        assert float(got[0, 0]) == 1.0
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("scale", [0.0, -2.5, 1.0])
+def test_the_scale_is_taken_as_it_is_zero_and_negative_ones_too(scale, kernel):
+    q, k, v = inputs()
+    want = core_numpy.attention(q, k, v, scale=scale)
+    close(jax.jit(partial(backend_jax.attention, scale=scale, kernel=kernel))(q, k, v), want, 1e-6)
+    close(backend_jax.attention(q, k, v, scale=scale, kernel=kernel), want, 1e-6)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_scores_of_ten_thousand_neither_overflow_nor_vanish(kernel):
+    q, k, v = inputs(T=2, S=3, D=1)
+    k = np.array([1e4, -1e4, 1e4 - 1], np.float32).reshape(1, 1, 3, 1) * np.ones((2, 2, 1, 1), np.float32)
+    q = np.ones_like(q)
+    got = backend_jax.attention(q, k, v, scale=1.0, kernel=kernel)
+    close(got, core_numpy.attention(q, k, v, scale=1.0), 1e-6)
+    # A hidden score far above the visible ones must not spoil the gradient.
+    grads = jax.grad(
+        lambda q: backend_jax.attention(q, k, v, scale=1.0, mask=np.array([[False, True, True]]), kernel=kernel).sum()
+    )(q)
+    assert np.isfinite(np.asarray(grads)).all()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_a_hundred_thousand_keys_are_summed_without_loss(kernel):
+    S = 100_000
+    q, k = np.zeros((1, 1, 2), np.float32), np.zeros((1, S, 2), np.float32)
+    v = np.ones((1, S, 1), np.float32)
+    v[:, ::2] = 3.0
+    out, lse = backend_jax.attention_with_lse(q, k, v, kernel=kernel)
+    close(out, [[[2.0]]], 2e-5)
+    close(lse, [[np.log(S)]], 1e-6)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("shape", [(1, 2, 3, 3), (2, 1, 3, 3), (1, 1, 1, 3), (3, 3), (2, 2, 3, 1)])
+def test_a_bias_that_broadcasts_gets_a_gradient_of_its_own_shape(shape, kernel):
+    q, k, v = inputs(B=2, H=2, G=2, T=3, S=3)
+    bias, w = normal(*shape).astype(np.float32), normal(2, 2, 3, 7).astype(np.float32)
+    got = jax.grad(lambda bias: (backend_jax.attention(q, k, v, bias=bias, kernel=kernel) * w).sum())(bias)
+    want = core_numpy.gradients.attention_vjp(w, q, k, v, bias=bias)["bias"]
+    close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("empty", ["B", "T", "S", "Dv"])
+def test_empty_axes_give_empty_or_zero_results_and_gradients(empty, kernel):
+    q, k, v = inputs(**{empty: 0})
+    sinks = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+    out, lse = backend_jax.attention_with_lse(q, k, v, sinks=sinks, kernel=kernel)
+    want, want_lse = core_numpy.attention_with_lse(q, k, v, sinks=sinks)
+    close(out, want, 1e-6)
+    close(lse, want_lse, 1e-6)
+    f = lambda *x: backend_jax.attention_with_lse(*x[:3], sinks=x[3], kernel=kernel)[1].sum()  # noqa: E731
+    gradients = jax.grad(f, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+    if empty == "S":
+        close(gradients[3], [6.0] * 4, 1e-6)
+    assert all(not np.asarray(x).any() for x in gradients[:3]) or empty == "Dv"
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_dropout_is_the_reference_s_and_rate_one_gives_zeros(kernel):
+    q, k, v = inputs()
+    f = partial(backend_jax.attention, q, k, v, kernel=kernel)
+    close(f(dropout_rate=0.4, dropout_key=KEY), core_numpy.attention(q, k, v, dropout_rate=0.4, dropout_key=KEY), 1e-6)
+    assert not np.asarray(f(dropout_rate=1.0, dropout_key=KEY)).any()
+    weights = backend_jax.attention_weights(q, k, dropout_rate=0.4, dropout_key=KEY)
+    close(weights.sum(-1), np.ones((2, 4, 3)), 1e-6)
+
+
+def test_the_index_of_an_element_is_right_beyond_32_bits():
+    visibility = importlib.import_module("backend_jax.visibility")
+    lines, S = np.array([0, 1, 70_000, 2**32 - 1], np.uint32), 3_000_000_019
+    low, high = visibility.index_words(jnp.asarray(lines), S, jnp.asarray(np.uint32(2_999_999_999)))
+    for line, lo, hi in zip(lines.tolist(), low.tolist(), high.tolist(), strict=True):
+        assert (hi << 32) + lo == line * S + 2_999_999_999
+
+
+def test_parts_of_the_keys_merge_to_the_whole_with_gradients():
+    q, k, v = inputs(S=7)
+
+    def split(q, k, v):
+        parts = [backend_jax.attention_with_lse(q, k[..., n, :], v[..., n, :]) for n in (slice(0, 3), slice(3, 7))]
+        parts.append(backend_jax.attention_with_lse(q, k, v, mask=np.zeros((3, 7), bool)))  # sees nothing
+        return backend_jax.merge_attention(*map(list, zip(*parts, strict=True)))
+
+    out, lse = split(q, k, v)
+    want, want_lse = backend_jax.attention_with_lse(q, k, v)
+    close(out, want, 1e-6)
+    close(lse, want_lse, 1e-6)
+    loss = lambda f: lambda *x: (f(*x)[0] ** 2).sum() + f(*x)[1].sum()  # noqa: E731
+    got, expected = (jax.grad(loss(f), argnums=(0, 1, 2))(q, k, v) for f in (split, backend_jax.attention_with_lse))
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, 1e-5)
+
+
+# ---------------------------------------------------------------- refusals, kernels
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=[row[0] for row in REFUSALS])
+def test_what_is_refused_is_refused_with_the_same_words(row):
+    _, make, exception, phrase = row
+    given = make()
+    wide = any(isinstance(x, np.ndarray) and x.dtype == np.float64 for x in given.values())
+    with jax.enable_x64(wide):
+        convert = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        with pytest.raises(exception) as caught:
+            backend_jax.attention(**convert)
+    assert phrase in str(caught.value)
+
+
+def test_what_every_refusal_starts_from_is_not_refused():
+    assert backend_jax.attention(**valid()).shape == (2, 4, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more", "why"),
+    [
+        ("xla", {"sinks": np.zeros(4, np.float32)}, "it has no sinks"),
+        ("xla", {"mask": np.ones((3, 5), bool)}, "gets the mean, not 0"),
+        ("xla", {"kv_lengths": np.array([5, 2])}, "lets NaN in padding through"),
+        ("xla", {}, "values of the head size only"),
+        ("cudnn", {}, "it needs an NVIDIA GPU"),
+    ],
+)
+def test_a_kernel_asked_for_that_cannot_serve_says_why(kernel, more, why):
+    with pytest.raises(ValueError, match=why):
+        backend_jax.attention(**valid(), **more, kernel=kernel)
+
+
+def test_weights_come_from_the_formula_alone():
+    q, k, _ = inputs()
+    with pytest.raises(ValueError, match="never holds the weights"):
+        backend_jax.attention_weights(q, k, kernel="blockwise")
+    close(backend_jax.attention_weights(q, k), core_numpy.attention_weights(q, k), 1e-6)
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (1, None)}])
+def test_the_library_s_kernel_is_right_where_it_serves(more):
+    q, k, v = inputs(T=6, S=6, D=8, Dv=8)
+    close(backend_jax.attention(q, k, v, **more, kernel="xla"), core_numpy.attention(q, k, v, **more), 1e-6)
+
+
+def test_each_kernel_is_explained_and_one_is_chosen():
+    text = backend_jax.explain_kernel(**valid()).splitlines()
+    assert [line.split(":")[0] for line in text] == list(backend_jax.available_kernels())
+    assert ["chosen" in line for line in text].count(True) == 1
+    assert "it needs an NVIDIA GPU" in text[0]

@@ -1,0 +1,195 @@
+"""backend_jax's attention under jit, vmap, grad, checkpoint and export, and what it costs in calls and memory."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import backend_jax  # noqa: E402
+import core_numpy  # noqa: E402
+
+module = importlib.import_module("backend_jax.attention")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7):
+    random = np.random.default_rng(0)
+    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, Dv))
+    return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def close(got, want, tolerance: float = 1e-6) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_vmap_over_everything_is_the_batch_axis():
+    q, k, v = inputs()
+    lengths, offsets = jnp.array([2, 5]), jnp.array([1, -1])
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 3, 5)), jnp.float32)
+
+    def one(q, k, v, lengths, offset, bias):
+        return backend_jax.attention(q, k, v, kv_lengths=lengths, q_offset=offset, bias=bias, causal=True)
+
+    want = core_numpy.attention(
+        *map(np.asarray, (q, k, v)),
+        kv_lengths=np.array([2, 5]),
+        q_offset=np.array([1, -1]),
+        bias=np.asarray(bias),
+        causal=True,
+    )
+    close(jax.vmap(one)(q, k, v, lengths, offsets, bias), want)
+    back = jax.vmap(jax.grad(lambda *x: (one(*x) ** 2).sum(), argnums=(0, 5)))(q, k, v, lengths, offsets, bias)
+    whole = jax.grad(
+        lambda q, bias: (
+            backend_jax.attention(q, k, v, kv_lengths=lengths, q_offset=offsets, bias=bias, causal=True, kernel="dense")
+            ** 2
+        ).sum(),
+        argnums=(0, 1),
+    )(q, bias)
+    for got, expected in zip(back, whole, strict=True):
+        close(got, expected, 1e-5)
+
+
+def test_checkpoint_inside_jit_changes_no_gradient():
+    q, k, v = inputs()
+    loss = lambda q, k, v: (backend_jax.attention(q, k, v, kernel="blockwise") ** 2).sum()  # noqa: E731
+    plain = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    again = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(q, k, v)
+    for a, b in zip(plain, again, strict=True):
+        close(a, b)
+
+
+def test_the_formula_has_second_derivatives_and_the_blocks_say_where_to_find_them():
+    q, k, v = (x[0, 0] for x in inputs(T=2, S=2, D=2, Dv=1))
+
+    def loss(q, kernel):
+        return (backend_jax.attention(q, k, v, causal=True, kernel=kernel) ** 2).sum()
+
+    hessian = jax.hessian(partial(loss, kernel="dense"))(q)
+    step = 1e-2
+    gradient = jax.jit(jax.grad(partial(loss, kernel="blockwise")))
+    moved = jnp.zeros_like(q).at[1, 0].set(step)
+    close(hessian[:, :, 1, 0], (gradient(q + moved) - gradient(q - moved)) / (2 * step), 1e-3)
+    for twice in (jax.hessian, lambda f: jax.grad(lambda q: jax.grad(f)(q).sum())):
+        with pytest.raises(ValueError, match="kernel='dense'"):
+            twice(partial(loss, kernel="blockwise"))(q)
+
+
+def test_available_kernels_say_which_can_be_differentiated_twice():
+    found = backend_jax.available_kernels()
+    assert {name: kernel.twice for name, kernel in found.items()} == {
+        "cudnn": False,
+        "xla": True,
+        "blockwise": False,
+        "dense": True,
+    }
+    assert {kernel.shields for kernel in found.values()} == {"keys"}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_gradient_step_lowers_for_each_platform(platform):
+    q, k, v = inputs(T=700, S=700)
+
+    def loss(q, k, v, lengths):
+        return backend_jax.attention(q, k, v, kv_lengths=lengths, causal=True, kernel="blockwise").sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    exported = jax.export.export(step, platforms=[platform])(q, k, v, jnp.array([3, 700]))
+    assert exported.platforms == (platform,)
+    again = jax.export.deserialize(exported.serialize())
+    if platform == "cpu":
+        got, want = again.call(q, k, v, jnp.array([3, 700])), step(q, k, v, jnp.array([3, 700]))
+        for a, b in zip(got, want, strict=True):
+            close(a, b)
+
+
+def test_float32_products_are_exact_on_every_platform_unless_the_caller_says_otherwise():
+    q, k, v = inputs()
+    text = lambda: jax.jit(partial(backend_jax.attention, causal=True, q_offset=2)).lower(q, k, v).as_text()  # noqa: E731
+    assert text().count("HIGHEST") >= 2
+    with jax.default_matmul_precision("bfloat16"):
+        assert "HIGHEST" not in text()
+
+
+def test_an_eager_call_is_one_compiled_one_and_a_growing_offset_compiles_once():
+    q, k, v = inputs(T=1, S=9)
+    module._run.clear_cache()
+    for offset in range(9):
+        got = backend_jax.attention(q, k, v, causal=True, q_offset=offset)
+        want = core_numpy.attention(*map(np.asarray, (q, k, v)), causal=True, q_offset=offset)
+        close(got, want)
+    assert module._run._cache_size() <= 2  # 0 is static, all others one
+
+
+def test_arguments_are_never_written_to_and_numpy_arrays_are_taken():
+    q, k, v = (np.array(x) for x in inputs())
+    copies = [x.copy() for x in (q, k, v)]
+    got = backend_jax.attention(q, k, v)
+    assert isinstance(got, jax.Array)
+    for x, copy in zip((q, k, v), copies, strict=True):
+        np.testing.assert_array_equal(x, copy)
+
+
+def test_values_are_not_looked_at_under_a_trace_and_shapes_are():
+    q, k, v = inputs()
+    run = jax.jit(lambda lengths: backend_jax.attention(q, k, v, kv_lengths=lengths))
+    assert run(jnp.array([3, 5])).shape == (2, 4, 3, 7)
+    with pytest.raises(ValueError, match="kv_lengths"):
+        run(jnp.array([3, 5, 1]))
+    with pytest.raises(ValueError, match="kv_lengths"):
+        backend_jax.attention(q, k, v, kv_lengths=jnp.array([3, 6]))
+
+
+MEASURE = """
+import sys, threading, time
+import jax, jax.numpy as jnp, numpy as np
+import backend_jax
+kind, T = sys.argv[1], int(sys.argv[2])
+random = np.random.default_rng(0)
+q, k, v, w = (jnp.asarray(random.standard_normal((1, 8, T, 64), dtype=np.float32)) for _ in range(4))
+ids = jnp.asarray(np.sort(random.integers(0, 8, (1, T)), -1).astype(np.int32))
+more = {
+    "causal": {"causal": True},
+    "window": {"window": (256, 0)},
+    "kv_lengths": {"kv_lengths": jnp.array([T * 3 // 4])},
+    "segments": {"q_segments": ids, "kv_segments": ids},
+}[kind]
+f = jax.jit(jax.grad(lambda q, k, v: (backend_jax.attention(q, k, v, **more) * w).sum(), argnums=(0, 1, 2)))
+run = f.lower(q, k, v).compile()
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+base = most = resident()
+def watch():
+    global most
+    while True:
+        most = max(most, resident())
+        time.sleep(0.01)
+threading.Thread(target=watch, daemon=True).start()
+jax.block_until_ready(run(q, k, v))
+print(most - base)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own figures")
+@pytest.mark.parametrize("kind", ["causal", "window", "kv_lengths", "segments"])
+def test_memory_grows_with_the_length_and_not_with_its_square(kind):
+    """Forward and backward at 32,768 within 1.5 GB above the inputs; per element at 65,536 at most 5 % more."""
+    growth = {}
+    for T in (32_768, 65_536):
+        command = [sys.executable, "-c", MEASURE, kind, str(T)]
+        growth[T] = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert growth[32_768] < 1.5e9
+    assert growth[65_536] / growth[32_768] < 2 * 1.05
