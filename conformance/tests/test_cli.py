@@ -172,6 +172,16 @@ def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(stand_in, capsys
     assert [row["step"] for row in logged()] == list(range(1, 10))
 
 
+def test_a_second_ctrl_c_stops_at_once_without_a_traceback(stand_in, capsys, monkeypatch):
+    def step(self, batch):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    assert main(stand_in, [*RUN, "--steps", "9"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
 ERRORS = [
     (["train", "--text", "none.txt"], "none.txt does not exist"),
     (["train", "--text", "text.txt", "--length", "200"], "its validation part has 200 of 2000 tokens"),

@@ -56,6 +56,9 @@ def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
     }
     try:
         return verbs[arguments.verb](backend, arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except Exception as error:  # the outermost frame: the user gets a sentence, --debug the rest
         if arguments.debug:
             raise
