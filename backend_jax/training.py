@@ -79,7 +79,8 @@ def loss_and_gradients(
     params = {name: p[...] for name, p in named_parameters(model).items()}
     loss = Loss(nnx.split(model)[0], model.dtype, float(label_smoothing), float(z_loss))
     value, grads = _value_and_gradients(loss, params, _arrays(batch), dropout_key)
-    return float(value), {name: to_numpy(g) for name, g in grads.items()}
+    # What comes out of a compiled call is sorted by name; the canonical order is the model's.
+    return float(value), {name: to_numpy(grads[name]) for name in params}
 
 
 @partial(jax.jit, static_argnames="loss")
@@ -123,18 +124,20 @@ class Trainer:
         t = self.updates + 1
         lr = learning_rate(self.config, t)
         with jax.default_matmul_precision(self.config.matmul_precision):
-            params, self.state, report = self._program.step(
+            params, state, report = self._program.step(
                 self._params, self.state, _arrays(batch), np.uint32(t), np.asarray(lr, self._master),
                 np.asarray(self.loss_scale, self._master),
             )  # fmt: skip
         self._publish(params)
+        # Compiled calls sort by name; the canonical order is the model's.
+        self.state = {slot: {name: state[slot][name] for name in self._variables} for slot in self.state}
         report = jax.device_get(report)
         squares = report.pop("squares")
         if np.isfinite(report["grad_norm"]):
             self.updates = t
             self._grow_scale()
         else:
-            self._refuse(t, [name for name, x in squares.items() if not np.isfinite(x)])
+            self._refuse(t, [name for name in self._variables if not np.isfinite(squares[name])])
         return {
             "loss": float(report["loss"]),
             "grad_norm": float(report["grad_norm"]),
