@@ -72,9 +72,9 @@ def _device_turns(frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same from the bits of a float32: m times a row of TURNS, of which the upper two words are kept."""
     bits = jax.lax.bitcast_convert_type(frequencies, jnp.uint32)
     exponent = (bits >> 23) & 0xFF
-    # Below 2^-126 there is no implicit bit, and the exponent counts as 1.
-    m = (bits & 0x7FFFFF) | jnp.where(exponent > 0, jnp.uint32(1 << 23), jnp.uint32(0))
-    first, second, third = jnp.moveaxis(jnp.asarray(TURNS)[jnp.maximum(exponent, 1)], -1, 0)
+    # Zero and subnormals have no implicit bit, but their row of TURNS is zero: no position turns by so little.
+    m = (bits & 0x7FFFFF) | jnp.uint32(1 << 23)
+    first, second, third = jnp.moveaxis(jnp.asarray(TURNS)[exponent], -1, 0)
     low = m * second + upper(m, third)
     carry = (low < m * second).astype(jnp.uint32)
     return m * first + upper(m, second) + carry, low

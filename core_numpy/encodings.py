@@ -44,7 +44,8 @@ from .contract.checks.encodings import (
 )
 from .contract.config import RotaryScaling
 from .frequencies import scaled_frequencies
-from .rounding import rounded
+from .rotary_pairs import over_heads, pairs, rotary_order
+from .rounding import dtype_of, rounded
 
 
 def embed(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -210,36 +211,6 @@ def relative_bias(
     )
     check_relative_table(table, buckets)
     return np.moveaxis(table[bucket], -1, -3)
-
-
-def over_heads(table: np.ndarray) -> np.ndarray:
-    """(batch, T, r) -> (batch, 1, T, r) in float64; (T, r) stays."""
-    return table.astype(np.float64) if table.ndim == 2 else table.astype(np.float64)[..., None, :, :]
-
-
-def pairs(rotated: int, layout: str) -> tuple[slice, slice]:
-    """Where the first and the second features of the pairs stand. Rules: encodings-6."""
-    if layout == "half":
-        return slice(0, rotated // 2), slice(rotated // 2, rotated)
-    return slice(0, rotated, 2), slice(1, rotated, 2)
-
-
-def rotary_order(size: int, rotated: int, source: str, target: str) -> np.ndarray:
-    """Feature n of the target layout is feature order[n] of the source layout. Rules: encodings-8."""
-    order = np.arange(size)
-    places = np.arange(size)
-    for here, there in zip(pairs(rotated, source), pairs(rotated, target), strict=True):
-        order[there] = places[here]
-    return order
-
-
-def dtype_of(name: str) -> np.dtype:
-    """The NumPy dtype of a name; bfloat16 is ml_dtypes'."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def _slopes(heads: int) -> np.ndarray:

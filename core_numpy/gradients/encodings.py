@@ -16,7 +16,8 @@ from ..contract.checks.encodings import (
     check_relative_table,
     check_tables,
 )
-from ..encodings import over_heads, pairs, relative_buckets, rotary_order
+from ..encodings import relative_buckets
+from ..rotary_pairs import over_heads, pairs, rotary_order
 from ..rounding import rounded
 
 Gradients = dict[str, np.ndarray]
