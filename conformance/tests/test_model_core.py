@@ -26,7 +26,7 @@ from core_numpy import (
     softmax,
 )
 from core_numpy.contract.parameters import block_parameters, model_parameters, name_hash
-from core_numpy.encodings import alibi_bias, relative_bias, rotary_frequencies, rotary_tables
+from core_numpy.encodings import alibi_bias, apply_rotary, relative_bias, rotary_frequencies, rotary_tables
 from core_numpy.layers import drop
 from core_numpy.random import categorical, fold_in, key, split, uniform
 
@@ -367,6 +367,30 @@ def test_a_block_turns_by_its_own_positions_or_by_given_tables():
     np.testing.assert_array_equal(block(x, positions=positions), block(x, rotary=tables))
     np.testing.assert_allclose(block(x)[1], block(x, positions=positions)[1], rtol=0, atol=1e-13)
     assert (np.abs(block(x)[2] - block(x, positions=positions)[2]) > 1e-6).any()
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_model_turns_pairs_of_the_configured_layout(layout):
+    """One layer by hand; in every place the layout must be the configuration's."""
+    config = config_of("rotary-part", rotary_layout=layout, layers=1, heads=1, head_dim=6, attention_bias=False)
+    model, tokens = make(config), batch_of(config)["tokens"]
+    block, h = model.blocks[0], model.embedding.weight[tokens]
+    n = block.norm1.run(h)
+    tables = rotary_tables(np.arange(T), rotary_frequencies(4)[0])
+    q, k = (
+        apply_rotary((n @ w.weight)[:, None], *tables, layout=layout)
+        for w in (block.attention.query, block.attention.key)
+    )
+    out = (
+        attention(q, k, (n @ block.attention.value.weight)[:, None], causal=True)[:, 0] @ block.attention.output.weight
+    )
+    h = h + out
+    h = h + block.ffn(block.norm2.run(h))
+    np.testing.assert_allclose(model.norm.run(h) @ model.head.weight, model(tokens), rtol=0, atol=1e-13)
+    alone = Block(config, dtype="float64")
+    set_params(alone, get_params(block))
+    x = model.embedding.weight[tokens]
+    np.testing.assert_array_equal(alone(x), block(x, rotary=tables))
 
 
 def test_dropout_needs_a_key_and_uses_it_everywhere():

@@ -11,6 +11,7 @@ import pytest
 from core_numpy import ModelConfig, TrainConfig, Trainer, Transformer, get_params, loss_and_gradients, set_params
 from core_numpy.contract.schedule import learning_rate
 from core_numpy.optimizer import clip, global_norm, initial_state, update
+from core_numpy.random import fold_in, key
 
 CONFIG = ModelConfig(vocab=11, width=6, heads=2, layers=2, max_length=8, hidden=10)
 PLAIN = {"schedule": "constant", "warmup": 0, "clip_norm": None, "weight_decay": 0.0, "precision": "float64"}
@@ -151,6 +152,21 @@ def test_dropout_differs_between_updates_and_is_repeated_by_the_seed():
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
     other = Trainer(Transformer(model, dtype="float64"), TrainConfig(steps=3, lr=0.0, precision="float64", seed=1))
     assert other.step(batch_of())["loss"] != losses[0][0]
+
+
+def test_each_micro_batch_drops_with_the_key_of_its_update_and_number():
+    model, batch = CONFIG.replace(dropout=0.5), batch_of()
+    learner = Trainer(
+        Transformer(model, dtype="float64"), TrainConfig(lr=0.0, precision="float64", accumulate=2, seed=6)
+    )
+    for t in (1, 2):
+        parts = [{name: x[2 * m : 2 * m + 2] for name, x in batch.items()} for m in (0, 1)]
+        keys = [fold_in(fold_in(key(6), t), m) for m in (0, 1)]
+        losses = [
+            loss_and_gradients(learner.model, part, dropout_key=k)[0] for part, k in zip(parts, keys, strict=True)
+        ]
+        expected = (3 * losses[0] + 7 * losses[1]) / 10
+        assert learner.step(batch)["loss"] == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
