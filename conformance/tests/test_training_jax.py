@@ -64,7 +64,9 @@ def same(got, want, tolerance):
 )
 def test_twenty_updates_are_the_references(change, x64):
     train = TRAIN.replace(**change)
-    reference, trainer = trainer_of(C, CONFIG, train), trainer_of(B, CONFIG, train)
+    # A key's bias shifts all scores of a row alike: its gradient is rounding alone, and lion takes the sign of it.
+    config = CONFIG.replace(attention_bias=train.optimizer != "lion")
+    reference, trainer = trainer_of(C, config, train), trainer_of(B, config, train)
     before = trainer.traces
     for batch in batches(20):
         want, got = reference.step(batch), trainer.step(batch)
