@@ -214,3 +214,22 @@ def perturbation_bounds(
             bound = bound + np.where(moved_by > 0, MEANING * (moved_by + typical + finite), 0.0)
         bounds[name] = bound
     return bounds
+
+
+def with_magnitudes(
+    bounds: dict[str, np.ndarray], sizes: dict[str, np.ndarray], dtype: str, *, stored: bool = False
+) -> dict[str, np.ndarray]:
+    """Add the rounding of a formula's own terms, u times their magnitude (`magnitudes`).
+
+    stored: between forward and backward, half types keep what they need in the half type: one more rounding
+    of the terms there, to the half type.
+    """
+    u = STEP * UNIT[accumulation(dtype)]
+    if stored and dtype in ("float16", "bfloat16"):
+        u += 2.0 * UNIT[dtype]
+    if dtype == "float64":
+        u += MEANING
+    return {
+        name: bound + np.where(bound > 0, u * np.nan_to_num(sizes[name]), 0.0) if name in sizes else bound
+        for name, bound in bounds.items()
+    }

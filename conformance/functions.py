@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Function] = {
     "padding_mask_from_tokens": Function(("tokens", "pad_id"), ("mask",), exact=True),
     "segment_mask": Function(("q_segments", "kv_segments"), ("mask",), exact=True),
     "prefix_mask": Function(("T", "S", "prefix_lengths"), ("mask",), exact=True),
+    "combine_masks": Function(("first", "second"), ("mask",), exact=True),
     "from_blocked": Function(("mask",), ("mask",), exact=True),
     "mask_to_bias": Function(("mask", "dtype"), ("bias",), exact=True),
     "positions_from_mask": Function(("padding",), ("positions",), exact=True),

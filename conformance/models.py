@@ -80,12 +80,10 @@ def select_models(level: str, pattern: str | None = None) -> list[ModelCase]:
 
 
 def _config(module: Any, fields: dict[str, Any]) -> Any:
-    """TOML has no None: "none" stands for it."""
+    """TOML has no None: inside a list "none" stands for it (a window's open side, a layer without a window)."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return None if value == "none" else value
+        return [None if item == "none" else plain(item) for item in value] if isinstance(value, list) else value
 
     return module.ModelConfig.from_dict({name: plain(value) for name, value in fields.items()})
 
@@ -189,13 +187,21 @@ def _judge_gradients(
     if list(grads) != list(want)[1:]:
         raise Disagreement(f"gradients must be named {list(want)[1:]}; got {list(grads)}")
     got = {"loss": np.asarray(loss, dtype=np.float64), **{name: np.asarray(x) for name, x in grads.items()}}
+    # Where a gradient cancels to 0 by symmetry (a key's bias moves all scores of a row alike), what is left is the
+    # rounding of its terms: that of the gradient as a whole (docs/tolerance.md).
+    typical = _root_mean_square([x for name, x in want.items() if name != "loss"])
     for name, value in want.items():
         label = name if name == "loss" else f"gradient of {name}"
         bound = bounds[name]
         if value.ndim and bound.max(initial=0.0) > 0:
-            # Where a gradient cancels to nearly 0 by symmetry, its error is that of the tensor (docs/tolerance.md).
-            bound = bound + np.where(bound > 0, 0.1 * np.sqrt(np.mean(bound**2)), 0.0)
+            bound = bound + budget.PERTURBED * budget.UNIT[dtype] * typical
+            bound = bound + (budget.MEANING * typical if dtype == "float64" else 0.0)
         check_within(tally, label, got[name], value, bound)
+
+
+def _root_mean_square(arrays: list[np.ndarray]) -> float:
+    number = sum(x.size for x in arrays)
+    return float(np.sqrt(sum(float(np.sum(x**2)) for x in arrays) / number)) if number else 0.0
 
 
 def _trainer(module: Any, case: ModelCase, params: Arrays, dtype: str) -> Any:
@@ -249,11 +255,10 @@ def _reference_run(
 
 
 def _twin_bounds(case: ModelCase, initial: Arrays, batches: list[Arrays], want: Arrays, dtype: str) -> Arrays:
+    still = _unmoved(initial, want)
     if dtype == "float64":
-        return {
-            name: TRAJECTORY * (np.abs(value) + (np.sqrt(np.mean(value**2)) if value.size else 0.0))
-            for name, value in want.items()
-        }
+        bounds = {name: TRAJECTORY * (np.abs(x) + _root_mean_square([x])) for name, x in want.items()}
+        return bounds | still
     unit = budget.UNIT[dtype]
     twins = [_reference_run(case, initial, batches, (unit, seed)) for seed in (1, 2, 3)]
     bounds = {}
@@ -261,4 +266,16 @@ def _twin_bounds(case: ModelCase, initial: Arrays, batches: list[Arrays], want: 
         spread = np.max([np.abs(twin[name] - value) for twin in twins], axis=0)
         typical = np.sqrt(np.mean(spread**2)) if spread.size else 0.0
         bounds[name] = TWINS * (spread + typical) + 8.0 * unit * np.abs(value)
+    return bounds | still
+
+
+def _unmoved(initial: Arrays, want: Arrays) -> Arrays:
+    """Bounds of the parameters whose gradient is 0 by symmetry: an optimiser that divides by the gradient's size
+    makes steps of its rounding, up to the learning rate each."""
+    reach = 2.0 * float(np.sum(want["lr"]))
+    bounds = {}
+    for name, x in initial.items():
+        change = np.abs(want[f"final {name}"] - x.astype(np.float64)).max(initial=0.0)
+        if change < 1e-6 * reach:
+            bounds[f"final {name}"] = np.full(x.shape, reach)
     return bounds

@@ -13,6 +13,7 @@ import numpy as np
 from . import budget
 from .functions import ATTENTION, FUNCTIONS
 from .inputs import Key, generator
+from .magnitudes import magnitudes
 
 Arrays = dict[str, np.ndarray]
 
@@ -120,7 +121,8 @@ def _general(
     def forward(moved: Arrays) -> Arrays:
         return call(function, _with(arguments, moved))
 
-    bounds = budget.perturbation_bounds(forward, floats, results, dtype)
+    sizes, gradient_sizes = magnitudes(function, arguments, results, cotangents)
+    bounds = budget.with_magnitudes(budget.perturbation_bounds(forward, floats, results, dtype), sizes, dtype)
     if not wrt:
         return Expected(results, bounds, {}, {}, {})
 
@@ -131,7 +133,8 @@ def _general(
 
     gradients = backward({})
     everything = floats | {f"grad {name}": x for name, x in cotangents.items()}
-    gradient_bounds = budget.perturbation_bounds(backward, everything, gradients, dtype)
+    moved = budget.perturbation_bounds(backward, everything, gradients, dtype)
+    gradient_bounds = budget.with_magnitudes(moved, gradient_sizes, dtype, stored=True)
     return Expected(results, bounds, gradients, gradient_bounds, cotangents)
 
 

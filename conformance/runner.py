@@ -214,7 +214,8 @@ def overflowed(value: np.ndarray, dtype: str) -> np.ndarray:
     if dtype not in DTYPES or dtype in ("float64", "bfloat16"):
         return value
     limit = float(np.finfo(DTYPES[dtype]).max) * (1.0 + UNIT[dtype])
-    return np.where(np.abs(value) > limit, np.copysign(np.inf, value), value)
+    wide = np.asarray(value, dtype=np.float64)
+    return np.where(np.abs(wide) > limit, np.copysign(np.inf, wide), wide)
 
 
 def _equals(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
