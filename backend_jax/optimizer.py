@@ -30,7 +30,7 @@ def global_norm(grads: Arrays) -> jax.Array:
 
 
 def norm_of(grads: Arrays, squares: Arrays) -> jax.Array:
-    """The joint norm, given each gradient's sum of squares; where float32 squares overflow, taken of smaller numbers."""
+    """The joint norm, given each sum of squares; where these overflow float32, taken of scaled gradients."""
     norm = jnp.sqrt(sum(squares.values()))
 
     def scaled() -> jax.Array:

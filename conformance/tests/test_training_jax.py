@@ -150,7 +150,7 @@ def test_bfloat16_keeps_float32_masters():
 def test_remat_and_eager_steps_are_the_plain_step():
     results = []
     for change in ({}, {"remat": True}, {"compile": False}):
-        trainer = trainer_of(B, CONFIG, C.TrainConfig(steps=5, batch=4, lr=1e-3, **change))
+        trainer = trainer_of(B, PLAIN, C.TrainConfig(steps=5, batch=4, lr=1e-3, **change))
         results.append(trainer.fit(batches(2), progress=False))
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
