@@ -1,8 +1,19 @@
-"""See docs/spec.md."""
+"""The definition of `core_numpy`, in JAX: the same names, functions on arrays and `flax.nnx.Module`s.
+
+Rules and formulas: `core_numpy`. What is native stands in each docstring.
+"""
+
+try:
+    import flax as _flax  # noqa: F401
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError("backend_jax needs JAX and Flax: pip install 'attention-conformance[jax]'") from error
 
 from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
+from core_numpy.contract.cost import attention_cost, step_cost
+from core_numpy.contract.files import load_params, save_params
 
-from .arrays import describe, from_numpy, to_numpy, values, wait
+from .arrays import describe, from_numpy, to_numpy, wait
 from .attention import (
     attention,
     attention_weights,
@@ -57,6 +68,7 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "attention",
+    "attention_cost",
     "attention_weights",
     "attention_with_lse",
     "available_kernels",
@@ -78,6 +90,7 @@ __all__ = [
     "get_params",
     "key",
     "layer_norm",
+    "load_params",
     "loss_and_gradients",
     "mask_to_bias",
     "merge_attention",
@@ -94,6 +107,7 @@ __all__ = [
     "rms_norm",
     "rotary_frequencies",
     "rotary_tables",
+    "save_params",
     "segment_mask",
     "set_params",
     "silu",
@@ -101,9 +115,9 @@ __all__ = [
     "sliding_window_mask",
     "softmax",
     "split",
+    "step_cost",
     "to_numpy",
     "uniform",
     "uniform_at",
-    "values",
     "wait",
 ]

@@ -1,7 +1,18 @@
-"""See docs/spec.md."""
+"""The definition of `core_numpy`, in PyTorch: the same names, functions on tensors and `torch.nn.Module`s.
+
+Rules and formulas: `core_numpy`. What is native stands in each docstring.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("backend_torch needs PyTorch: pip install 'attention-conformance[torch]'") from error
 
 from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
+from core_numpy.contract.cost import attention_cost, step_cost
+from core_numpy.contract.files import load_params, save_params
 
+from .arrays import describe, from_numpy, to_numpy, wait
 from .attention import (
     attention,
     attention_weights,
@@ -56,6 +67,7 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "attention",
+    "attention_cost",
     "attention_weights",
     "attention_with_lse",
     "available_kernels",
@@ -65,16 +77,19 @@ __all__ = [
     "causal_mask",
     "combine_masks",
     "cross_entropy",
+    "describe",
     "dropout",
     "embed",
     "explain_kernel",
     "fold_in",
     "from_blocked",
+    "from_numpy",
     "gelu",
     "generate",
     "get_params",
     "key",
     "layer_norm",
+    "load_params",
     "loss_and_gradients",
     "mask_to_bias",
     "merge_attention",
@@ -91,6 +106,7 @@ __all__ = [
     "rms_norm",
     "rotary_frequencies",
     "rotary_tables",
+    "save_params",
     "segment_mask",
     "set_params",
     "silu",
@@ -98,6 +114,9 @@ __all__ = [
     "sliding_window_mask",
     "softmax",
     "split",
+    "step_cost",
+    "to_numpy",
     "uniform",
     "uniform_at",
+    "wait",
 ]

@@ -49,6 +49,7 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the results as JUnit XML")
     parser.add_argument("--html", metavar="FILE", help="write the results as one HTML page")
+    parser.add_argument("--jobs", type=int, metavar="N", help="targets judged at a time; default: one per core")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -56,42 +57,36 @@ def _run_parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     from . import models, rows, summary
-    from .runner import FAILED, Result, run_case
-    from .surface import run_surface
-    from .targets import load
+    from .runner import FAILED
+    from .workers import cores, judge_targets
 
     options = _run_parser().parse_args(argv)
-    cases = rows.select(rows.load_cases(), options.level, options.case)
-    model_cases = models.select_models(options.level, options.case)
-    if not cases and not model_cases:
+    cases: list[Any] = [*rows.select(rows.load_cases(), options.level, options.case)]
+    cases += models.select_models(options.level, options.case)
+    if not cases:
         raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
     if options.list:
-        every: list[Any] = [*cases, *model_cases]
-        for case in every:
+        for case in cases:
             print(f"{case.id:44} {case.function:22} {', '.join(case.rules)}")
         return 0
-    targets = [load(name) for name in options.targets or installed()]
-    results: list[Result] = []
-    with _progress(len(targets) * (len(cases) + len(model_cases)), quiet=options.json == "-") as advance:
-        for target in targets:
-            for case in cases:
-                results += run_case(case, target)
-                advance(f"{target.name} {case.id}")
-            for model_case in model_cases:
-                results += models.run_model_case(model_case, target)
-                advance(f"{target.name} {model_case.id}")
-            if not options.case:
-                results += run_surface(target)
+    # The slowest first, so that the others fill the second core meanwhile.
+    names = options.targets or installed()
+    order = sorted(names, key=lambda name: name not in ("backend_jax", "jax"))
+    with _progress(len(names) * len(cases), quiet=options.json == "-") as advance:
+        judged = judge_targets(order, options.level, options.case, advance, options.jobs or cores())
+    results = [result for name in names for result in judged[name][0]]
+    facts = {judged[name][0][0].target if judged[name][0] else name: judged[name][1] for name in names}
     if options.json != "-":
-        summary.print_run(results, targets)
+        summary.print_run(results, facts)
+    document = summary.document(results, facts, options.level)
     if options.json:
-        summary.write_json(options.json, summary.document(results, targets, options.level))
+        summary.write_json(options.json, document)
     if options.junit:
         summary.write_junit(options.junit, results)
     if options.html:
         from .report.html import write_report
 
-        write_report(options.html, conformance=summary.document(results, targets, options.level))
+        write_report(options.html, conformance=document)
     return int(any(result.status == FAILED for result in results))
 
 

@@ -7,7 +7,8 @@ offer is a colour of its own, never a pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,19 +46,32 @@ class Result:
         return asdict(self)
 
 
-def run_case(case: Case, target: Target, *, all_kernels: bool = True) -> Iterator[Result]:
-    """All results of one case on one target."""
+def run_case(case: Case, target: Target, level: str = "full") -> Iterator[Result]:
+    """All results of one case on one target: dtypes by kernels.
+
+    At "quick" a target whose calls are compiled first (a second each) gets float64 with one of its kernels and one
+    other dtype with the kernel of its own choice; which, turns with the case, so that every combination is met.
+    """
+    for dtype, kernel in _combinations(case, target, level):
+        if dtype not in target.dtypes():
+            yield judged(case, target, dtype, "auto", _no_dtype(dtype))
+        else:
+            yield judge(case, target, dtype, kernel)
+
+
+def _combinations(case: Case, target: Target, level: str) -> list[tuple[str, str]]:
     # A literal and an unchanged value need no more than float64 and float32; a refusal one dtype.
     dtypes = case.dtypes[: {"agrees": None, "refuses": 1}.get(case.verb, 2)]
     if _has_no_floats(case):
         dtypes = ("float32",)
-    for dtype in dtypes:
-        if dtype not in target.dtypes():
-            yield judged(case, target, dtype, "auto", _no_dtype(dtype))
-            continue
-        kernels = target.kernels() if case.kernels and case.verb != "refuses" else ["auto"]
-        for kernel in kernels if all_kernels else kernels[:1]:
-            yield judge(case, target, dtype, kernel)
+    kernels = target.kernels() if case.kernels and case.verb != "refuses" else ["auto"]
+    if level != "quick" or not target.compiles:
+        return [(dtype, kernel) for dtype in dtypes for kernel in kernels]
+    turn = zlib.crc32(case.id.encode())
+    named = kernels[1:] or kernels
+    first = (dtypes[0], named[turn % len(named)])
+    others = dtypes[1:]
+    return [first, (others[turn % len(others)], "auto")] if others else [first]
 
 
 def _no_dtype(dtype: str) -> Callable[[Tally], None]:
@@ -286,21 +300,3 @@ def _unchanged(case: Case, target: Target, dtype: str, kernel: str, tally: Tally
 
 Verb = Callable[[Case, Target, str, str, Tally], None]
 VERBS: dict[str, Verb] = {"agrees": _agrees, "equals": _equals, "refuses": _refuses, "unchanged": _unchanged}
-
-
-def run(
-    cases: Iterable[Case],
-    targets: Iterable[Target],
-    *,
-    all_kernels: bool = True,
-    seen: Callable[[Result], None] | None = None,
-) -> list[Result]:
-    """Every case on every target. `seen` is called with each result as it comes (a progress bar)."""
-    results = []
-    for target in targets:
-        for case in cases:
-            for result in run_case(case, target, all_kernels=all_kernels):
-                results.append(result)
-                if seen:
-                    seen(result)
-    return results

@@ -17,23 +17,25 @@ from .runner import ABSENT, FAILED, PASSED, Result
 SCHEMA = 1
 
 
-def environment(targets: Sequence[Any]) -> dict[str, Any]:
+def environment(facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Machine and versions, without anything that names a person or a place."""
     return {
         "python": platform.python_version(),
         "system": platform.system(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "targets": {target.name: target.describe() for target in targets},
+        "targets": facts,
     }
 
 
-def document(results: Sequence[Result], targets: Sequence[Any], level: str) -> dict[str, Any]:
-    """The JSON document of a run: per target its counts and every judged call; the same run gives the same bytes,
-    `seconds` aside."""
+def document(results: Sequence[Result], facts: dict[str, dict[str, Any]], level: str) -> dict[str, Any]:
+    """The JSON document of a run: per target its counts and every judged call. facts: what each target says of itself.
+
+    The same run gives the same bytes, `seconds` aside.
+    """
     named = {}
-    for target in targets:
-        mine = [r for r in results if r.target == target.name]
+    for name in facts:
+        mine = [r for r in results if r.target == name]
         cases = [
             {
                 "id": r.case,
@@ -50,8 +52,8 @@ def document(results: Sequence[Result], targets: Sequence[Any], level: str) -> d
             }
             for r in mine
         ]
-        named[target.name] = {"counts": counts(mine), "cases": cases}
-    return {"schema": SCHEMA, "level": level, "targets": named, "environment": environment(targets)}
+        named[name] = {"counts": counts(mine), "cases": cases}
+    return {"schema": SCHEMA, "level": level, "targets": named, "environment": environment(facts)}
 
 
 def counts(results: Sequence[Result]) -> dict[str, int]:
@@ -136,17 +138,17 @@ def rows(results: Sequence[Result], target: str) -> list[dict[str, Any]]:
     return table
 
 
-def print_run(results: Sequence[Result], targets: Sequence[Any], failures: int = 20) -> None:
+def print_run(results: Sequence[Result], facts: dict[str, dict[str, Any]], failures: int = 20) -> None:
     """A table per target, then the failures."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 118)
-    for target in targets:
-        table = Table(title=f"{target.name}: {', '.join(f'{k} {v}' for k, v in target.describe().items())}")
+    for target, about in facts.items():
+        table = Table(title=f"{target}: {', '.join(f'{k} {v}' for k, v in about.items())}")
         for name in ("", "passed", "failed", "not offered", "compared", "budget used", "worst case"):
             table.add_column(name, justify="left" if name in ("", "worst case") else "right", overflow="fold")
-        for row in rows(results, target.name):
+        for row in rows(results, target):
             style = "red" if row[FAILED] else ""
             table.add_row(
                 row["group"], str(row[PASSED]), str(row[FAILED]), str(row[ABSENT]), str(row["comparisons"]),

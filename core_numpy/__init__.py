@@ -1,4 +1,8 @@
-"""See docs/spec.md."""
+"""The definition: attention, masks, encodings, layers, the transformer block and its training, in NumPy.
+
+Every function computes in float64 and rounds once; its docstring has the formula and the numbered rules. The gradients,
+derived by hand, are `<name>_vjp`. `backend_torch` and `backend_jax` offer the same names in their framework.
+"""
 
 from .attention import (
     attention,
@@ -11,6 +15,8 @@ from .attention import (
 from .block import Block, FeedForward, MultiHeadAttention
 from .cache import KVCache, generate
 from .contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
+from .contract.cost import attention_cost, step_cost
+from .contract.files import load_params, save_params
 from .encodings import (
     alibi_bias,
     alibi_slopes,
@@ -23,7 +29,27 @@ from .encodings import (
     rotary_tables,
     sinusoidal_encoding,
 )
-from .gradients.encodings import apply_rotary_vjp, embed_vjp, permute_rotary_vjp, relative_bias_vjp, rotary_tables_vjp
+from .gradients import (
+    apply_rotary_vjp,
+    attention_vjp,
+    attention_weights_vjp,
+    attention_with_lse_vjp,
+    block_vjp,
+    cross_entropy_vjp,
+    dropout_vjp,
+    embed_vjp,
+    gelu_vjp,
+    layer_norm_vjp,
+    linear_vjp,
+    merge_attention_vjp,
+    permute_rotary_vjp,
+    relative_bias_vjp,
+    relu_vjp,
+    rms_norm_vjp,
+    rotary_tables_vjp,
+    silu_vjp,
+    softmax_vjp,
+)
 from .layers import cross_entropy, dropout, gelu, layer_norm, relu, rms_norm, silu, softmax
 from .masks import (
     causal_mask,
@@ -57,29 +83,41 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_vjp",
     "attention",
+    "attention_cost",
+    "attention_vjp",
     "attention_weights",
+    "attention_weights_vjp",
     "attention_with_lse",
+    "attention_with_lse_vjp",
     "available_kernels",
     "bernoulli",
     "bits_at",
+    "block_vjp",
     "categorical",
     "causal_mask",
     "combine_masks",
     "cross_entropy",
+    "cross_entropy_vjp",
     "dropout",
+    "dropout_vjp",
     "embed",
     "embed_vjp",
     "explain_kernel",
     "fold_in",
     "from_blocked",
     "gelu",
+    "gelu_vjp",
     "generate",
     "get_params",
     "key",
     "layer_norm",
+    "layer_norm_vjp",
+    "linear_vjp",
+    "load_params",
     "loss_and_gradients",
     "mask_to_bias",
     "merge_attention",
+    "merge_attention_vjp",
     "normal",
     "padding_mask",
     "padding_mask_from_tokens",
@@ -92,17 +130,23 @@ __all__ = [
     "relative_bias_vjp",
     "relative_buckets",
     "relu",
+    "relu_vjp",
     "rms_norm",
+    "rms_norm_vjp",
     "rotary_frequencies",
     "rotary_tables",
     "rotary_tables_vjp",
+    "save_params",
     "segment_mask",
     "set_params",
     "silu",
+    "silu_vjp",
     "sinusoidal_encoding",
     "sliding_window_mask",
     "softmax",
+    "softmax_vjp",
     "split",
+    "step_cost",
     "uniform",
     "uniform_at",
 ]

@@ -27,6 +27,7 @@ class Target:
     """A module seen through its framework's arrays. Subclasses say how arrays, gradients and compilers are reached."""
 
     framework = "numpy"
+    compiles = False  # whether each new call costs a compilation
 
     def __init__(self, module: Any, name: str) -> None:
         self.module = module

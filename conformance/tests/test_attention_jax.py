@@ -202,9 +202,9 @@ def test_from_numpy_copies_and_values_reads_only_what_is_there():
     kept = backend_jax.from_numpy(x)
     x[0] = 9
     assert backend_jax.to_numpy(kept).tolist() == [0, 1, 2]
-    assert backend_jax.values(kept).tolist() == [0, 1, 2]
+    assert backend_jax.arrays.values(kept).tolist() == [0, 1, 2]
     seen = []
-    jax.jit(lambda x: seen.append(backend_jax.values(x)) or x)(kept)
+    jax.jit(lambda x: seen.append(backend_jax.arrays.values(x)) or x)(kept)
     assert seen == [None]
     assert backend_jax.describe()["framework"] == "jax"
     assert backend_jax.wait({"a": kept})["a"] is kept

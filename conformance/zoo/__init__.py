@@ -52,7 +52,7 @@ def catch(fault: Fault, level: str = "quick", *, first: bool = False) -> Caught:
     for case in rows.select(rows.load_cases(), level):
         if case.function not in names or case.verb == "refuses":
             continue
-        if any(result.status == FAILED for result in run_case(case, target, all_kernels=False)):
+        if any(result.status == FAILED for result in run_case(case, target)):
             caught.append(case.id)
             if first:
                 break
