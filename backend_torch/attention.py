@@ -214,26 +214,20 @@ def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:
         return None
     if x.dim() == 2:
         return x[None, None]
-    axes, rest = x.shape[: len(plan.batch)], x.shape[len(plan.batch) :]
-    if all(size == 1 for size in axes):
-        axes = ()
-    else:
-        x, axes = x.expand(*plan.batch, *rest), plan.batch
-    return x.reshape(math.prod(axes), *((1,) * (3 - len(rest))), *rest)
+    rest, N = x.shape[len(plan.batch) :], 1
+    if any(size != 1 for size in x.shape[: len(plan.batch)]):
+        x, N = x.expand(*plan.batch, *rest), math.prod(plan.batch)
+    return x.reshape(N, *((1,) * (3 - len(rest))), *rest)
 
 
-def _run(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
+def _run(kernel: str, call: Call) -> tuple[Tensor, Any]:
     if call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0:
-        out, lse, _ = dense(call)  # empty sums: there is nothing for a kernel to do
-    elif kernel == "sdpa":
+        return dense(call)[:2]  # empty sums: there is nothing for a kernel to do
+    if kernel == "sdpa":
         return sdpa(call), None
-    elif kernel == "blockwise":
+    if kernel == "blockwise":
         return blockwise(call)
-    elif kernel == "flex":
-        return flex(call)
-    else:
-        out, lse, _ = dense(call)
-    return out, lse
+    return flex(call) if kernel == "flex" else dense(call)[:2]
 
 
 def _as_given(q: Tensor) -> Any:

@@ -32,7 +32,8 @@ def forward(
     """out (N, H, T, Dv) and lse (N, H, T)."""
     p = _problem(q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset,
                  scale, softcap, rate)  # fmt: skip
-    flash, masks = _fusible(p), {}
+    flash = _fusible(p)
+    masks: dict[tuple[int, ...], Tensor] = {}
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation(q.dtype))
     for piece in _pieces(p, flash):
@@ -74,23 +75,24 @@ def backward(
     flash = _fusible(p) and grad_lse is None and not to_bias
     # A row without keys: any finite lse gives exp(-inf - lse) = 0.
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    delta = None
+    delta = lse.new_empty(0)
     if not flash or sinks is not None:
         delta = torch.linalg.vecdot(grad.to(acc), out.to(acc))
         delta = delta if grad_lse is None else delta - grad_lse
     dq, dk, dv = (x.new_zeros(x.shape, dtype=acc) for x in (q, k, v))
     dbias = torch.zeros_like(bias, dtype=acc) if to_bias and bias is not None else q.new_empty(0)
-    heads, masks = (0, q.shape[1]), {}
+    heads = (0, q.shape[1])
+    masks: dict[tuple[int, ...], Tensor] = {}
     for piece in _pieces(p, flash):
         t = tile(p, piece, masks)
         g, l = (part(x, piece.n, heads, piece.q) for x in (grad, finite))
         if flash:
-            parts = flash_backward(p, t, g, part(out, piece.n, heads, piece.q), l)
+            parts, term = flash_backward(p, t, g, part(out, piece.n, heads, piece.q), l), None
             if _covers(p, piece):
                 dq, dk, dv = parts
                 break
         else:
-            *parts, term = own_backward(p, t, g, part(delta, piece.n, heads, piece.q), l)
+            parts, term = own_backward(p, t, g, part(delta, piece.n, heads, piece.q), l)
             if to_bias and term is not None:
                 target = part(dbias, piece.n, (0, dbias.shape[1]), piece.q, piece.k)
                 target += (

@@ -9,8 +9,8 @@ from .random import uniform_at
 from .visibility import seen, visible
 
 
-def dense(call, *, value: bool = True) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(out, lse, weights) of a call; memory (N, H, T, S). out is None with value=False.
+def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, weights) of a call; memory (N, H, T, S). with value=False out is empty: v holds no values.
 
     s = scale * q·k;  s = softcap * tanh(s / softcap);  s += bias;  w = exp(s - m) / (sum exp(s - m) + exp(sink - m))
     out (N, H, T, Dv) and weights (N, H, T, S) in q's dtype, rounded once; lse (N, H, T) in the accumulation dtype.
@@ -36,7 +36,7 @@ def dense(call, *, value: bool = True) -> tuple[Tensor | None, Tensor, Tensor]:
         scores = scores.where(vis, -torch.inf)
     weights, lse = _softmax(scores, None if call.sinks is None else call.sinks.to(acc)[:, None, None])
     if not value:
-        return None, lse, weights.to(q.dtype)
+        return v, lse, weights.to(q.dtype)
     used = weights
     if plan.dropout_rate > 0:
         index = torch.arange(N * H * T * S, device=q.device).reshape(N, H, T, S)

@@ -29,7 +29,8 @@ def flex(call: Any, attend: Callable[..., Any] | None = None) -> tuple[Tensor, T
             if see.lengths is not None:
                 alive &= torch.arange(k.shape[2], device=q.device) < see.lengths[:, None]
             if see.kv_segments is not None:
-                alive &= torch.isin(see.kv_segments, see.q_segments) & (see.kv_segments >= 0)
+                ids = zip(see.kv_segments.contiguous(), see.q_segments.contiguous(), strict=True)
+                alive &= torch.stack([torch.isin(theirs, mine) for theirs, mine in ids]) & (see.kv_segments >= 0)
             k, v = (x.where(alive[:, None, :, None], 0.0) for x in (k, v))
     out, aux = (attend or _compiled())(
         q, k, v, score_mod=_cap(plan.softcap), block_mask=mask, scale=plan.scale,

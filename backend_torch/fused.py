@@ -79,8 +79,9 @@ def _cut(see: Visibility, start: int, stop: int) -> Visibility:
 
 def _is_flag(see: Visibility) -> bool:
     """Whether all there is to say is j <= i."""
-    alone = see.left is None and not see.ragged and see.mask is None and see.bias is None
-    return alone and see.right is not None and see.offset + see.right == 0
+    if see.left is not None or see.right is None or see.ragged or see.mask is not None or see.bias is not None:
+        return False
+    return not isinstance(see.offset, Tensor) and see.offset + see.right == 0
 
 
 class _Once(torch.autograd.Function):

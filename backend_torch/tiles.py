@@ -163,7 +163,7 @@ def own_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
 
 def own_backward(
     p: Problem, t: Tile, grad: Tensor, delta: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Gradients of a piece's q, k, v and of its scores after the cap, in the accumulation dtype.
 
     P = exp(s - lse);  dP = F * (dO @ v.T);  dS = P * (dP - delta);  delta = sum(dO * O) - d lse;  dv = (P * F).T @ dO
@@ -186,4 +186,4 @@ def own_backward(
         step = step * (1.0 - bent.square()) if term is not None else step.mul_(bent.square_().neg_().add_(1.0))
     rows = grouped(step, G)
     dq = _product(rows, t.k.to(acc), p.scale).view(*step.shape[:3], -1)
-    return dq, _product(rows.mT, q, p.scale), dv, term
+    return (dq, _product(rows.mT, q, p.scale), dv), term

@@ -82,7 +82,7 @@ def seen(term: Tensor, G: int) -> Tensor | None:
 
     term: bool visibility, or a bias whose -inf entries are masked, (n or 1, H or 1, i or 1, j or 1).
     """
-    if term.shape[-2] > 8 and not term.is_cuda and type(term) is torch.Tensor and not traced():
+    if term.shape[-2] > 8 and term.device.type == "cpu" and type(term) is torch.Tensor and not traced():
         rows = term[..., :: term.shape[-2] // 2, :]
         rows = torch.cat((rows, term[..., -1:, :]), -2)
         if bool(_some(rows).all()):

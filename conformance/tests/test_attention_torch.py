@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from backend_torch.attention import (  # noqa: E402
     merge_attention,
 )
 from conformance.tests import mix_attention as mix  # noqa: E402
+from conformance.tests import refusals_attention as refusals  # noqa: E402
 
 KERNELS = ("dense", "sdpa", "blockwise", "auto")
 EVERY = pytest.mark.parametrize("kernel", KERNELS)
@@ -384,6 +387,18 @@ def test_no_part_with_a_key_merges_to_nothing():
     assert (lse == -math.inf).all()
 
 
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "phrase"), [r[1:] for r in refusals.ROWS], ids=[r[0] for r in refusals.ROWS]
+)
+def test_what_the_contract_refuses_is_refused_with_its_sentence(arguments, exception, phrase):
+    keywords = _tensors(arguments())
+    with pytest.raises(exception, match=re.escape(phrase)):
+        attention(keywords.pop("q"), keywords.pop("k"), keywords.pop("v"), **keywords)
+
+
 # --- kernels ---
 
 
@@ -433,11 +448,11 @@ def test_flex_conditions_mean_what_the_formula_means():
         {"kv_lengths": torch.tensor([3, 7])},
         {"q_segments": ids[:, 1:6], "kv_segments": ids},
     ):
-        absent = ["mask", "bias", "window", "q_offset", "kv_lengths", "q_segments", "kv_segments", "sinks", "scale", "softcap"]
-        full = dict.fromkeys(absent) | {"causal": False} | keywords
+        absent = ("mask", "bias", "window", "q_offset", "kv_lengths", "q_segments", "kv_segments", "sinks", "scale")
+        full = dict.fromkeys((*absent, "softcap")) | {"causal": False} | keywords
         call = _call(q, k, v, True, **full, dropout_rate=0.0, dropout_key=None, kernel="auto")
-        # Not compiled, FlexAttention runs as written, and warns that it is slow.
-        with pytest.warns(UserWarning, match="flex_attention"):
+        with warnings.catch_warnings():  # not compiled, FlexAttention runs as written, and warns once that it is slow
+            warnings.filterwarnings("ignore", message=".*flex_attention.*")
             out, lse = flex(call, flex_attention)
         expected = attention_with_lse(q, k, v, **keywords, kernel="dense")
         torch.testing.assert_close(out, expected[0])
