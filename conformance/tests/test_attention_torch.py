@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -385,6 +387,47 @@ def test_no_part_with_a_key_merges_to_nothing():
     out, lse = merge_attention([torch.zeros(1, 2, 3)] * 2, [torch.full((1, 2), -math.inf, requires_grad=True)] * 2)
     assert not out.any()
     assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("kernel", ["dense", "blockwise", "auto"])
+def test_a_huge_sink_takes_everything_and_one_of_minus_infinity_nothing(kernel):
+    q, k, v = _qkv(H=4, G=4)
+    sinks = torch.tensor([1e4, -1e4, -math.inf, 0.0], dtype=torch.float64).requires_grad_()
+    out, lse = attention_with_lse(q, k, v, sinks=sinks, kv_lengths=torch.tensor([7, 0]), kernel=kernel)
+    plain = attention(q, k, v, kernel="dense")
+    assert not out[0, 0].any()
+    assert (lse[0, 0] == 1e4).all()
+    torch.testing.assert_close(out[0, 1:3], plain[0, 1:3])
+    assert torch.equal(lse[1], sinks[:, None].expand(4, 5))
+    assert not any(g.isnan().any() for g in _gradients(out.square().sum(), q, k, v, sinks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keywords",
+    ["window=(256, 0)", "causal=True", "kv_lengths=torch.tensor([T // 2])", "q_segments=ids, kv_segments=ids"],
+)
+def test_long_sequences_take_linear_memory_forward_and_backward(keywords):
+    script = f"""
+import resource, sys, torch
+from backend_torch import attention
+T = int(sys.argv[1])
+ids = torch.arange(T).div(4096, rounding_mode="floor")[None]
+q, k, v, g = (torch.randn(1, 8, T, 64).requires_grad_() for _ in range(4))
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+attention(q, k, v, {keywords}).backward(g)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+"""
+
+    def growth(length: int) -> float:
+        run = subprocess.run([sys.executable, "-c", script, str(length)], capture_output=True, text=True, check=True)
+        return float(run.stdout)
+
+    # A call with quadratic memory would take 32 GB for its scores at the longer length, and four times as much per
+    # doubling; 40 MB of libraries' own are allowed for.
+    shorter, longer = growth(8192), growth(32768)
+    assert longer < 1500
+    assert longer <= 4 * 1.05 * shorter + 40
 
 
 # --- refusals ---
