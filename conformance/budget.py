@@ -23,9 +23,11 @@ SUBNORMAL = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "
 
 # Constants, calibrated on implementations that are not ours (docs/tolerance.md).
 INNER = 4.0  # inner products: error <= INNER sqrt(n + 2) u sum |a| |b|, the probabilistic bound with head-room
-STEP = 4.0  # a handful of elementary functions (exp, division, rescaling), each right to a few u
+STEP = 8.0  # a handful of elementary functions (exp, division, rescaling), each right to a few u
 OUTPUT = 3.0  # the result's own rounding: a correctly rounded one uses a third
 PERTURBED = 16.0  # roundings inside a function against those of its inputs
+DEEP = 64.0  # the same for a model, each of whose layers rounds anew
+STORED = 2.0  # what half types keep between forward and backward, in units of their own roundoff
 # float64 judges meaning: 1e-12 of the magnitudes involved, whatever the order of operations.
 MEANING = 1e-12
 
@@ -101,7 +103,7 @@ def attention_bounds(
             error = (kept * (dp + lost)) @ size + INNER * np.sqrt(S + 2.0) * u * ((kept * terms.p) @ size)
             if dtype in ("float16", "bfloat16"):
                 # Kernels for half types store the weights in the half type before the second product.
-                error = error + 2.0 * u_o * np.sqrt((kept * terms.p) ** 2 @ v**2)
+                error = error + STORED * u_o * np.sqrt((kept * terms.p) ** 2 @ v**2)
             bounds[name] = error + OUTPUT * u_o * np.abs(value) + np.where(error > 0, SUBNORMAL[dtype], 0.0)
         if dtype == "float64":
             bounds[name] = bounds[name] + _meaning(name, terms, v, value)
@@ -140,7 +142,7 @@ def attention_gradient_bounds(
     kept, p, dp = terms.kept, terms.p, weight_errors(terms, u)
     upstream = np.abs(grad_out)
     # Half kernels keep weights, dS and the output in the half type between the passes.
-    stored = u_o if dtype in ("float16", "bfloat16") else 0.0
+    stored = STORED * u_o if dtype in ("float16", "bfloat16") else 0.0
     dP = kept * (grad_out @ np.swapaxes(v, -1, -2))
     dP_size = kept * (upstream @ np.swapaxes(np.abs(v), -1, -2))
     dP_error = INNER * np.sqrt(Dv + 2.0) * u * dP_size
@@ -185,7 +187,7 @@ def perturbation_bounds(
     *,
     draws: int = 6,
     seed: int = 0,
-    compute: str | None = None,
+    constant: float = PERTURBED,
 ) -> dict[str, np.ndarray]:
     """Bounds of `results = evaluate(arrays)` from its own sensitivity.
 
@@ -201,14 +203,14 @@ def perturbation_bounds(
         for name, value in evaluate(moved).items():
             with np.errstate(invalid="ignore"):
                 square[name] += np.nan_to_num((value - results[name]) / h, nan=0.0, posinf=0.0, neginf=0.0) ** 2
-    u = UNIT[compute or accumulation(dtype)]
+    u = UNIT[accumulation(dtype)]
     bounds = {}
     for name, value in results.items():
         moved_by = np.sqrt(square[name] / draws)
         finite = np.where(np.isfinite(value), np.abs(value), 0.0)
         # Few draws underestimate single elements: a fraction of the tensor's own mean joins where anything moved.
         typical = 0.1 * np.sqrt(np.mean(moved_by**2)) if moved_by.size else 0.0
-        inner = np.where(moved_by > 0, PERTURBED * u * (moved_by + typical + finite), 0.0)
+        inner = np.where(moved_by > 0, constant * u * (moved_by + typical + finite), 0.0)
         bound = rounded_output(inner, finite, dtype)
         if dtype == "float64":
             bound = bound + np.where(moved_by > 0, MEANING * (moved_by + typical + finite), 0.0)
@@ -226,7 +228,7 @@ def with_magnitudes(
     """
     u = STEP * UNIT[accumulation(dtype)]
     if stored and dtype in ("float16", "bfloat16"):
-        u += 2.0 * UNIT[dtype]
+        u += STORED * UNIT[dtype]
     if dtype == "float64":
         u += MEANING
     return {

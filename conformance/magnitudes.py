@@ -104,6 +104,11 @@ def _rotary(a: dict[str, Any], results: Arrays, grads: Arrays) -> tuple[Arrays, 
     return {"out": size(a["x"])}, {"x": size(grads["out"])} if grads else {}
 
 
+def _angles(a: dict[str, Any], results: Arrays, grads: Arrays) -> tuple[Arrays, Arrays]:
+    # A sine of an angle that was reduced to one turn: the rounding of an angle of a few radians.
+    return {name: np.full(x.shape, np.pi * a.get("attention_factor", 1.0)) for name, x in results.items()}, {}
+
+
 Magnitude = Callable[[dict[str, Any], Arrays, Arrays], tuple[Arrays, Arrays]]
 MAGNITUDES: dict[str, Magnitude] = {
     "softmax": _softmax,
@@ -115,6 +120,8 @@ MAGNITUDES: dict[str, Magnitude] = {
     "embed": _sums("embed"),
     "relative_bias": _sums("relative_bias"),
     "apply_rotary": _rotary,
+    "sinusoidal_encoding": _angles,
+    "rotary_tables": _angles,
 }
 
 

@@ -96,7 +96,7 @@ def pull_back(function: str, arguments: dict[str, Any], wrt: list[str], cotangen
 
 def _floats(arguments: dict[str, Any]) -> Arrays:
     """The float arrays among the arguments, those inside lists by name and place."""
-    found = {}
+    found: Arrays = {}
     for name, x in arguments.items():
         items = {f"{name}.{i}": item for i, item in enumerate(x)} if isinstance(x, list) else {name: x}
         found |= {n: item for n, item in items.items() if isinstance(item, np.ndarray) and item.dtype == np.float64}
@@ -220,7 +220,7 @@ def _sink_bound(
 ) -> np.ndarray:
     """d sink = sum_t p_sink (dlse - dO . O): its errors are bounded by those of dS, summed, and of the row sums."""
     unit = budget.UNIT[budget.accumulation(dtype)]
-    stored = budget.UNIT[dtype] if dtype in ("float16", "bfloat16") else 0.0
+    stored = budget.STORED * budget.UNIT[dtype] if dtype in ("float16", "bfloat16") else 0.0
     sink = np.clip(1.0 - weights.sum(axis=-1), 0.0, 1.0)
     size = np.abs(grad * out).sum(axis=-1) + (0.0 if grad_lse is None else np.abs(grad_lse))
     error = scores.sum(axis=-1) + (8.0 * unit * np.sqrt(grad.shape[-1] + 2.0) + stored) * sink * size

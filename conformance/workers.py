@@ -32,7 +32,7 @@ def judge_target(
         results += run_one(case, target, level)
         seen(f"{name} {case.id}")
     for model_case in models.select_models(level, pattern):
-        results += models.run_model_case(model_case, target)
+        results += models.run_model_case(model_case, target, level)
         seen(f"{name} {model_case.id}")
     if not pattern:
         results += run_surface(target)
@@ -65,7 +65,9 @@ def judge_targets(
     messages = context.Queue()
     kept = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(THREADS)
-    waiting, running, done = list(names), {}, {}
+    waiting = list(names)
+    running: dict[str, Any] = {}
+    done: dict[str, tuple[list[Result], dict[str, Any]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:

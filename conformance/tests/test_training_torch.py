@@ -311,7 +311,7 @@ def test_auto_runs_eager_on_a_cpu_and_says_so(caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"dropout": 0.3, "positions": "rotary", "window": (3, 0)}])
+@pytest.mark.parametrize("more", [{}, {"dropout": 0.3, "positions": "rotary", "head_dim": 6, "window": (3, 0)}])
 def test_compiled_steps_are_the_eager_steps(more):
     reference, _ = trainers(more)
     _, trainer = trainers(more, compile=True)
