@@ -114,7 +114,7 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
         status, detail = ABSENT, str(absent)
     except Disagreement as wrong:
         status, detail = FAILED, str(wrong)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a target that calls sys.exit ends its case, not the run
         status, detail = FAILED, f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - begun
     return Result(
@@ -137,15 +137,24 @@ def arguments_of(case: Case, dtype: str, kernel: str = "auto") -> dict[str, Any]
     """The row's inputs in the run's dtype, and its arguments."""
     given = {name: rounded(build(case.id, name, spec), dtype) for name, spec in case.inputs.items()}
     given |= case.arguments
+    if "scaling" in given:
+        from core_numpy.contract.config import RotaryScaling
+
+        given["scaling"] = RotaryScaling.from_dict(given["scaling"])
     if kernel != "auto":
         given["kernel"] = kernel
     return given
 
 
 def _call(target: Target, case: Case, given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
-    target.require(case.function, given)
+    return ask(target, case.function, given, **options)
+
+
+def ask(target: Target, function: str, given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
+    """Call a public name of the target; NotOffered for one that it lacks, and for a kernel that cannot serve."""
+    target.require(function, given)
     try:
-        return target.call(case.function, given, **options)
+        return target.call(function, given, **options)
     except ValueError as error:
         _refused_kernel(error, given)
         raise
@@ -252,6 +261,8 @@ def _refuses(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) 
     assert case.refuses is not None
     given = arguments_of(case, dtype)
     target.require(case.function, given)
+    if not target.refuses():
+        raise NotOffered("it does not say REFUSALS = True, that it promises the contract's refusals")
     try:
         target.call(case.function, given)
     except Exception as error:

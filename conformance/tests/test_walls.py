@@ -1,0 +1,145 @@
+"""The walls of the house: who may import whom, which files mirror each other, which rule has a case."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WINGS = {"backend_torch": {"backend_jax", "jax", "flax"}, "backend_jax": {"backend_torch", "torch"}}
+MIRRORED = ("attention", "masks", "encodings", "layers", "block", "model", "random", "cache", "training")
+
+
+def imports(file: Path) -> list[tuple[str, int]]:
+    """Every imported module of a file, functions' own imports included, with its line."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.append((node.module or "", node.lineno))
+    return found
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_imports_neither_the_other_wing_nor_the_reference_s_arithmetic(wing):
+    files = sorted((ROOT / wing).rglob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        for name, line in imports(file):
+            top = name.split(".")[0]
+            assert top not in WINGS[wing] | {"conformance"}, f"{file}:{line} imports {name}"
+            if top == "core_numpy":
+                assert name.startswith("core_numpy.contract"), f"{file}:{line} imports {name}"
+
+
+def test_the_reference_imports_numpy_and_scipy_and_nothing_above_it():
+    heavy = {"torch", "jax", "flax", "backend_torch", "backend_jax", "conformance"}
+    for file in sorted((ROOT / "core_numpy").rglob("*.py")):
+        for name, line in imports(file):
+            assert name.split(".")[0] not in heavy, f"{file}:{line} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [("core_numpy", {"torch", "jax", "flax"}), ("backend_torch", {"jax"}), ("backend_jax", {"torch"})],
+)
+def test_importing_one_package_imports_no_other_framework(package, absent):
+    needs = {"backend_torch": "torch", "backend_jax": "jax"}.get(package)
+    if needs:
+        pytest.importorskip(needs)
+    code = f"import sys, {package}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert package in run.stdout.split()
+    assert not absent & set(run.stdout.split())
+
+
+def definitions(package: str, name: str) -> list[str]:
+    """The public functions and classes of a file, in order."""
+    tree = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+@pytest.mark.parametrize("wing", WINGS)
+def test_mirrored_files_have_the_reference_s_public_names_in_the_reference_s_order(wing, name):
+    import core_numpy
+
+    home = f"core_numpy.{name}"
+    public = {n for n in core_numpy.__all__ if getattr(core_numpy, n).__module__ == home}
+    promised = [n for n in definitions("core_numpy", name) if n in public]
+    assert promised
+    assert [n for n in definitions(wing, name) if n in public] == promised
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_backend_offers_every_public_name_with_the_reference_s_signature(wing):
+    pytest.importorskip({"backend_torch": "torch", "backend_jax": "jax"}[wing])
+    from conformance.runner import PASSED
+    from conformance.surface import public_names, run_surface
+    from conformance.targets import load
+
+    results = list(run_surface(load(wing)))
+    assert len(results) > 50
+    assert not [r.detail for r in results if r.status != PASSED]
+    assert len(public_names()) >= len(results)
+
+
+def test_a_signature_that_differs_is_seen():
+    from conformance.surface import shape_of
+
+    def right(x, *, eps): ...
+
+    def other(x, eps): ...
+
+    assert shape_of(right) != shape_of(other)
+    assert [row[:2] for row in shape_of(right)] == [("x", "POSITIONAL_OR_KEYWORD"), ("eps", "KEYWORD_ONLY")]
+
+
+RULE = re.compile(r"^\s*([a-z]+-\d+): ", re.MULTILINE)
+# Rules that no row can state, because they are about state over several calls; each has its test.
+TESTED = {
+    "cache": "test_cache_core.py",
+    "generate": "test_cache_core.py",
+    "training-5": "test_training_core.py",
+    "training-6": "test_training_core.py",
+    "training-7": "test_training_core.py",
+    "training-8": "test_training_core.py",
+    "optimizer-6": "test_training_core.py",
+    "model-9": "test_model_core.py",
+    "block-10": "test_model_core.py",
+    "random-8": "test_random.py",
+}
+
+
+def rules() -> set[str]:
+    found: set[str] = set()
+    for file in (ROOT / "core_numpy").glob("*.py"):
+        found |= set(RULE.findall(file.read_text(encoding="utf-8")))
+    return found
+
+
+def cited() -> set[str]:
+    from conformance.models import load_model_cases
+    from conformance.rows import load_cases
+
+    return {rule for case in [*load_cases(), *load_model_cases()] for rule in case.rules}
+
+
+def test_every_rule_of_the_reference_has_a_case_or_a_named_test():
+    assert len(rules()) > 100
+    here = Path(__file__).parent
+    for rule in sorted(rules() - cited()):
+        name = TESTED.get(rule) or TESTED.get(rule.rsplit("-", 1)[0])
+        assert name is not None, f"{rule} has no case"
+        assert (here / name).exists()
+
+
+def test_every_case_cites_a_rule_that_stands_in_the_reference():
+    assert not cited() - rules()
