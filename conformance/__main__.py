@@ -37,32 +37,46 @@ def installed() -> list[str]:
     return found
 
 
+TARGETS_HELP = (
+    "what to judge: a module, module:object, an entry point of group conformance.targets, "
+    "a peer (conformance peers --list), or 'command:PROGRAM {inputs} {outputs}'; default: our three packages"
+)
+
+
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="conformance run",
         description="Every case on every target.",
         epilog="example: conformance run my_package.my_attention --level full --json result.json",
     )
-    parser.add_argument("targets", nargs="*", help="modules to judge; default: core_numpy, backend_torch, backend_jax")
+    parser.add_argument("targets", nargs="*", help=TARGETS_HELP)
     parser.add_argument("--level", default="quick", choices=("quick", "full", "exhaustive"))
     parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the results as JUnit XML")
     parser.add_argument("--html", metavar="FILE", help="write the results as one HTML page")
     parser.add_argument("--jobs", type=int, metavar="N", help="targets judged at a time; default: one per core")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end a target that is silent for longer in one call; default: 120",
+    )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    from . import models, rows, summary
-    from .runner import FAILED
-    from .workers import cores, judge_targets
+    from . import summary
+    from .runner import ABSENT, FAILED
+    from .workers import TIMEOUT, cores, judge_targets, selected
 
     options = _run_parser().parse_args(argv)
-    cases: list[Any] = [*rows.select(rows.load_cases(), options.level, options.case)]
-    cases += models.select_models(options.level, options.case)
+    timeout = TIMEOUT if options.timeout is None else options.timeout
+    if not timeout > 0:
+        raise ValueError(f"--timeout must be a positive number of seconds; got {timeout:g}")
+    cases = selected(options.level, options.case)
     if not cases:
         raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
     if options.list:
@@ -70,10 +84,10 @@ def run(argv: Sequence[str]) -> int:
             print(f"{case.id:44} {case.function:22} {', '.join(case.rules)}")
         return 0
     # The slowest first, so that the others fill the second core meanwhile.
-    names = options.targets or installed()
+    names = list(dict.fromkeys(options.targets or installed()))
     order = sorted(names, key=lambda name: name not in ("backend_jax", "jax"))
     with _progress(len(names) * len(cases), quiet=options.json == "-") as advance:
-        judged = judge_targets(order, options.level, options.case, advance, options.jobs or cores())
+        judged = judge_targets(order, options.level, options.case, advance, options.jobs or cores(), timeout)
     results = [result for name in names for result in judged[name][0]]
     facts = {judged[name][0][0].target if judged[name][0] else name: judged[name][1] for name in names}
     if options.json != "-":
@@ -87,7 +101,10 @@ def run(argv: Sequence[str]) -> int:
         from .report.html import write_report
 
         write_report(options.html, conformance=document)
-    return int(any(result.status == FAILED for result in results))
+    idle = [name for name in names if all(result.status == ABSENT for result in judged[name][0])]
+    for name in idle:
+        print(f"conformance run: {name} offers nothing that these cases ask for: nothing was judged", file=sys.stderr)
+    return int(bool(idle) or any(result.status == FAILED for result in results))
 
 
 class _progress:

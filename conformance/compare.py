@@ -16,12 +16,16 @@ class Disagreement(Exception):
 
 @dataclass
 class Tally:
-    """How many comparisons a case made, and the largest share of a budget that any of them used."""
+    """How many comparisons a case made, and the largest share of a budget that any of them used.
+
+    lacking: what of the case the target does not offer, where the rest of it was compared.
+    """
 
     count: int = 0
     share: float = 0.0
     where: str = ""
     shares: dict[str, float] = field(default_factory=dict)
+    lacking: str = ""
 
     def add(self, name: str, share: float, where: str = "") -> None:
         self.count += 1

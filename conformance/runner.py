@@ -110,6 +110,8 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
             status, detail = FAILED, "the case compared nothing"
         elif not tally.share <= 1.0:
             status, detail = FAILED, f"{tally.where} is off by {tally.share:.3g} times its error budget"
+        else:
+            detail = tally.lacking
     except NotOffered as absent:
         status, detail = ABSENT, str(absent)
     except Disagreement as wrong:
@@ -186,6 +188,9 @@ def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -
     except ValueError as error:
         _refused_kernel(error, given)
         raise
+    except NotOffered as absent:  # what it returned is judged all the same
+        tally.lacking = f"gradients not offered: {absent}"
+        return
     _compare(tally, "gradient of ", got, want.gradients, want.gradient_bounds, {}, case.tolerance)
 
 

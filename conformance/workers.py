@@ -1,101 +1,228 @@
-"""One process per target: frameworks do not share threads, and a target that dies takes no other with it."""
+"""One process per target: frameworks do not share threads, and a target that dies or hangs takes no other with it.
+
+A process sends each result as it has it. One that is silent for longer than the time-out, or that dies, is ended; the
+case it was at fails, and a new process goes on with the next.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
-import queue
-from collections.abc import Callable, Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from .runner import Result
+from .runner import FAILED, Result
 
 # The cases are tiny: one thread each is fastest, and sums keep one order from run to run.
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Seconds for one call. The slowest honest one, a compiled training step on a busy machine, takes a few.
+TIMEOUT = 120.0
+# Importing JAX or torch takes seconds; ten times that is a hang.
+IMPORT_TIMEOUT = 180.0
+# A function that hung or died this often is not asked again: three hundred time-outs would last a night.
+MOST_LOST = 3
 
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def selected(level: str, pattern: str | None) -> list[Any]:
+    """The cases of a run, in order: function rows, then models and training."""
+    from . import models, rows
+
+    return [*rows.select(rows.load_cases(), level, pattern), *models.select_models(level, pattern)]
+
+
+def results_of(case: Any, target: Any, level: str) -> Iterator[Result]:
+    """The results of one case of either kind."""
+    from .models import ModelCase, run_model_case
+    from .runner import run_case
+
+    return run_model_case(case, target, level) if isinstance(case, ModelCase) else run_case(case, target, level)
+
+
 def judge_target(
     name: str, level: str, pattern: str | None, seen: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Result], dict[str, Any]]:
-    """Every selected case on the target of this name, in order, and what the target says of itself."""
-    from . import models, rows
+    """Every selected case on the target of this name, in this process, and what the target says of itself."""
     from .surface import run_surface
     from .targets import load
 
     target = load(name)
     results: list[Result] = []
-    for case in rows.select(rows.load_cases(), level, pattern):
-        results += run_one(case, target, level)
+    for case in selected(level, pattern):
+        results += results_of(case, target, level)
         seen(f"{name} {case.id}")
-    for model_case in models.select_models(level, pattern):
-        results += models.run_model_case(model_case, target, level)
-        seen(f"{name} {model_case.id}")
     if not pattern:
         results += run_surface(target)
     return results, target.describe()
 
 
-def run_one(case: Any, target: Any, level: str) -> list[Result]:
-    from .runner import run_case
+def _work(name: str, level: str, pattern: str | None, skip: set[int], pipe: Any) -> None:
+    """What a process does: ("ready", name of the target), then per case ("case", i), ("result", r)..., then "done"."""
+    from .surface import run_surface
+    from .targets import load
 
-    return list(run_case(case, target, level))
-
-
-def _work(name: str, level: str, pattern: str | None, messages: Any) -> None:
+    if hasattr(os, "setsid"):
+        os.setsid()  # so that a hanging target's own children end with it
+    os.dup2(2, 1)  # what a target prints must not end up in a JSON document
     try:
-        results, facts = judge_target(name, level, pattern, lambda text: messages.put(("seen", name, text)))
-        messages.put(("done", name, (results, facts)))
+        target = load(name)
+        pipe.send(("ready", target.name))
+        for index, case in enumerate(selected(level, pattern)):
+            if index in skip:
+                continue
+            pipe.send(("case", index))
+            for result in results_of(case, target, level):
+                pipe.send(("result", result))
+        pipe.send(("case", None))
+        if not pattern:
+            for result in run_surface(target):
+                pipe.send(("result", result))
+        pipe.send(("done", target.describe()))
     except BaseException as error:  # what the parent must say in one line
         kind = "missing" if isinstance(error, ImportError) else "broken"
-        messages.put((kind, name, " ".join(str(error).split()) or type(error).__name__))
+        pipe.send((kind, " ".join(str(error).split()) or type(error).__name__))
+
+
+@dataclass
+class _Run:
+    """A target on its way: what it has given so far, and the process that is at it now."""
+
+    name: str
+    cases: list[Any]
+    target: str = ""
+    results: dict[int | None, list[Result]] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    at: int | None = None
+    ready: bool = False
+    facts: dict[str, Any] | None = None
+    process: Any = None
+    pipe: Any = None
+    deadline: float = 0.0
+
+    def start(self, context: Any, level: str, pattern: str | None) -> None:
+        self.pipe, theirs = context.Pipe(duplex=False)
+        arguments = (self.name, level, pattern, {i for i in self.results if i is not None}, theirs)
+        self.process = context.Process(target=_work, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ready, self.at, self.deadline = False, None, time.monotonic() + IMPORT_TIMEOUT
+
+    def end(self) -> None:
+        """Ends the process, and whatever it started."""
+        if self.process.is_alive():
+            with suppress(ProcessLookupError, PermissionError, AttributeError):
+                if os.getpgid(self.process.pid) == self.process.pid:
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def lose(self, why: str) -> None:
+        """The case it was at fails, and those of a function that was lost too often."""
+        if not self.ready or self.at is None:
+            raise (RuntimeError if self.ready else ImportError)(f"target {self.name!r}: its process {why}")
+        case = self.cases[self.at]
+        self.results[self.at].append(_lost(case, self.target, f"its process {why}"))
+        self.lost[case.function] = self.lost.get(case.function, 0) + 1
+        if self.lost[case.function] < MOST_LOST:
+            return
+        why = f"was not asked: {MOST_LOST} cases of {case.function} were lost before"
+        for index, other in enumerate(self.cases):
+            if other.function == case.function and index not in self.results:
+                self.results[index] = [_lost(other, self.target, why)]
+
+    def finished(self) -> tuple[list[Result], dict[str, Any]]:
+        order = [*range(len(self.cases)), None]
+        return [result for index in order for result in self.results.get(index, [])], self.facts or {}
+
+
+def _lost(case: Any, target: str, why: str) -> Result:
+    return Result(
+        case=case.id, rules=case.rules, function=case.function, target=target, dtype="any", kernel="any", status=FAILED,
+        share=1e300, where="", comparisons=0, detail=why, seconds=0.0,
+    )  # fmt: skip
 
 
 def judge_targets(
-    names: Sequence[str], level: str, pattern: str | None, seen: Callable[[str], None], jobs: int
+    names: Sequence[str],
+    level: str,
+    pattern: str | None,
+    seen: Callable[[str], None],
+    jobs: int,
+    timeout: float = TIMEOUT,
 ) -> dict[str, tuple[list[Result], dict[str, Any]]]:
     """`judge_target` for each name, `jobs` processes at a time.
 
-    Raises ImportError where a target cannot be imported, RuntimeError where its process dies.
+    Raises ImportError where a target cannot be imported, RuntimeError where it breaks the suite itself.
     """
     context = multiprocessing.get_context("spawn")
-    messages = context.Queue()
     kept = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(THREADS)
-    waiting = list(names)
-    running: dict[str, Any] = {}
+    waiting = [_Run(name, selected(level, pattern)) for name in names]
+    running: list[_Run] = []
     done: dict[str, tuple[list[Result], dict[str, Any]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                name = waiting.pop(0)
-                running[name] = context.Process(target=_work, args=(name, level, pattern, messages), daemon=True)
-                running[name].start()
-            try:
-                kind, name, value = messages.get(timeout=1.0)
-            except queue.Empty:
-                _raise_if_died(running, messages)
-                continue
-            if kind == "seen":
-                seen(value)
-                continue
-            running.pop(name).join()
-            if kind == "done":
-                done[name] = value
-            else:
-                raise (ImportError if kind == "missing" else RuntimeError)(value)
+                running.append(waiting.pop(0))
+                running[-1].start(context, level, pattern)
+            multiprocessing.connection.wait([run.pipe for run in running], timeout=0.5)
+            for run in list(running):
+                if _listen(run, seen, timeout):
+                    run.end()
+                    if run.facts is None:
+                        run.start(context, level, pattern)
+                    else:
+                        running.remove(run)
+                        done[run.name] = run.finished()
     finally:
-        for process in running.values():
-            process.terminate()
+        for run in running:
+            run.end()
         for key, old in kept.items():
             os.environ.pop(key) if old is None else os.environ.__setitem__(key, old)
     return {name: done[name] for name in names}
 
 
-def _raise_if_died(running: dict[str, Any], messages: Any) -> None:
-    for name, process in running.items():
-        if process.exitcode not in (None, 0) and messages.empty():
-            raise RuntimeError(f"the process that judged {name} died (exit code {process.exitcode})")
+def _listen(run: _Run, seen: Callable[[str], None], timeout: float) -> bool:
+    """Take what the process has sent; whether it is to be ended, because it is done or lost."""
+    try:
+        while run.pipe.poll():
+            kind, value = run.pipe.recv()
+            if _take(run, kind, value, seen):
+                return True
+            run.deadline = time.monotonic() + timeout
+    except EOFError:
+        run.process.join()
+        code = run.process.exitcode
+        run.lose(f"died ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+        return True
+    if time.monotonic() > run.deadline:
+        run.lose(f"gave no answer within {timeout if run.ready else IMPORT_TIMEOUT:g} seconds and was ended")
+        return True
+    return False
+
+
+def _take(run: _Run, kind: str, value: Any, seen: Callable[[str], None]) -> bool:
+    if kind == "ready":
+        run.ready, run.target = True, value
+    elif kind == "case":
+        if value is not None:
+            seen(f"{run.name} {run.cases[value].id}")
+        run.at = value
+        run.results[value] = []
+    elif kind == "result":
+        run.results[run.at].append(value)
+    elif kind == "done":
+        run.facts = value
+        return True
+    else:
+        raise (ImportError if kind == "missing" else RuntimeError)(value)
+    return False

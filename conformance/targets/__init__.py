@@ -1,5 +1,6 @@
 """Targets: what the suite is pointed at. `load` makes one from a name; `protocol.Target` says what one can do."""
 
-from .protocol import NotOffered, Target, load
+from .loading import load, wrap
+from .protocol import NotOffered, Target
 
-__all__ = ["NotOffered", "Target", "load"]
+__all__ = ["NotOffered", "Target", "load", "wrap"]

@@ -24,6 +24,9 @@ class JaxTarget(Target):
         # JAX arrays have no strides to get wrong; the values pass through a strided buffer all the same.
         return jnp.asarray(super().array(x, strided=strided))
 
+    def numpy(self, x: Any) -> np.ndarray:
+        return np.asarray(x) if isinstance(x, jax.Array) else super().numpy(x)
+
     def gradients(
         self, function: str, arguments: dict[str, Any], wrt: list[str], cotangents: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:

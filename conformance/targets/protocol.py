@@ -1,17 +1,19 @@
-"""The protocol of a target, and how a name becomes one.
+"""The protocol of a target: what the suite asks of whatever it is pointed at. How a name becomes one: `loading`.
 
-A target is an importable module with some of the public names (`attention` alone is enough). `FRAMEWORK` says which
-arrays it takes: "numpy" (the default), "torch" or "jax". What it lacks is reported as not offered, never as passed.
+A target is an importable module with some of the public names (`attention` alone is enough), or any object that has
+them. It may say of itself: `FRAMEWORK`, which arrays it takes: "numpy" (the default), "torch" or "jax"; `DTYPES`, the
+dtypes it serves; `REFUSALS = True`, that it promises the contract's refusals; and it may raise `NotOffered` for a
+combination that it does not serve. What it lacks is reported as not offered, never as passed.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
 import numpy as np
 
+from ..compare import Disagreement
 from ..functions import FUNCTIONS
 from ..inputs import Key
 
@@ -54,6 +56,10 @@ class Target:
     def dtypes(self) -> tuple[str, ...]:
         return tuple(getattr(self.module, "DTYPES", ("float64", "float32", "bfloat16", "float16")))
 
+    def refuses(self) -> bool:
+        """Whether it promises to refuse what the contract refuses, in the contract's words; ours do."""
+        return self.name in OURS.values() or bool(getattr(self.module, "REFUSALS", False))
+
     def require(self, function: str, arguments: dict[str, Any]) -> None:
         """Raise NotOffered for a function, or an argument of it, that the target does not have."""
         if not self.offers(function):
@@ -74,6 +80,9 @@ class Target:
         return strided_copy(x) if strided else x
 
     def numpy(self, x: Any) -> np.ndarray:
+        """A result or an argument as NumPy sees it; what is no array of the target's framework is said so."""
+        if not isinstance(x, np.ndarray | np.generic | bool | int | float):
+            raise Disagreement(f"a result must be a NumPy array; got {type(x).__module__}.{type(x).__name__}")
         return np.asarray(x)
 
     def native(self, x: Any, *, strided: bool = False) -> Any:
@@ -87,7 +96,20 @@ class Target:
     # --- calling
     def call(self, function: str, arguments: dict[str, Any], *, strided: bool = False) -> dict[str, np.ndarray]:
         positional, rest = self._split(function, arguments, strided)
-        return self._named(function, self._run(function, positional, rest))
+        names = [name for name in FUNCTIONS[function].positional if name in arguments]
+        given = dict(zip(names, positional, strict=True)) | rest
+        before = {name: self._bytes(x) for name, x in given.items()}
+        got = self._named(function, self._run(function, positional, rest))
+        for name, x in given.items():
+            if self._bytes(x) != before[name]:
+                raise Disagreement(f"{function} wrote into its argument {name}")
+        return got
+
+    def _bytes(self, x: Any) -> Any:
+        """What the memory of an array (or of a list of them) holds; None for what is no array."""
+        if isinstance(x, list):
+            return [self._bytes(item) for item in x]
+        return x.tobytes() if isinstance(x, np.ndarray) else None
 
     def gradients(
         self, function: str, arguments: dict[str, Any], wrt: list[str], cotangents: dict[str, np.ndarray]
@@ -116,9 +138,11 @@ class Target:
 
     def _named(self, function: str, got: Any) -> dict[str, np.ndarray]:
         names = FUNCTIONS[function].results
+        if len(names) == 1 and isinstance(got, tuple | list):
+            raise Disagreement(f"{function} must return one array; got a {type(got).__name__} of {len(got)}")
         values = got if isinstance(got, tuple | list) else (got,)
         if len(values) != len(names):
-            raise TypeError(f"{function} must return {len(names)} array(s) ({', '.join(names)}); got {len(values)}")
+            raise Disagreement(f"{function} must return {len(names)} arrays ({', '.join(names)}); got {len(values)}")
         return {name: self.numpy(value) for name, value in zip(names, values, strict=True)}
 
     def scope(self, dtype: str) -> Any:
@@ -138,29 +162,3 @@ def strided_copy(x: np.ndarray) -> np.ndarray:
     wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]
-
-
-def load(name: str) -> Target:
-    """A target by module name ("my_package.attention"), or "numpy", "torch", "jax" for ours."""
-    module_name = OURS.get(name, name)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ImportError(f"target {name!r} cannot be imported: {error}") from error
-    return wrap(module, module_name)
-
-
-def wrap(module: Any, name: str) -> Target:
-    """The adapter for the module's framework."""
-    framework = getattr(module, "FRAMEWORK", None) or {v: k for k, v in OURS.items()}.get(name, "numpy")
-    if framework == "numpy":
-        return Target(module, name)
-    if framework == "torch":
-        from .torch_target import TorchTarget
-
-        return TorchTarget(module, name)
-    if framework == "jax":
-        from .jax_target import JaxTarget
-
-        return JaxTarget(module, name)
-    raise ValueError(f"{name}.FRAMEWORK must be 'numpy', 'torch' or 'jax'; got {framework!r}")

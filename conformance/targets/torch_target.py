@@ -36,9 +36,12 @@ class TorchTarget(Target):
 
     def numpy(self, x: Any) -> np.ndarray:
         if not isinstance(x, torch.Tensor):
-            return np.asarray(x)
+            return super().numpy(x)
         x = x.detach().cpu().contiguous()
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+    def _bytes(self, x: Any) -> Any:
+        return super()._bytes(self.numpy(x) if isinstance(x, torch.Tensor) else x)
 
     def gradients(
         self, function: str, arguments: dict[str, Any], wrt: list[str], cotangents: dict[str, np.ndarray]

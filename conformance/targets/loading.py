@@ -1,0 +1,120 @@
+"""How a name on the command line becomes a target.
+
+In this order: "command:PROGRAM {inputs} {outputs}", a peer's name (`peers.PEERS`), "numpy", "torch" or "jax" for ours,
+an entry point of group `conformance.targets`, a module, and an object inside a module ("module:object" or
+"module.object"). An object is a `Target`, a class that makes one without arguments, anything with the public names as
+attributes, or one function, taken as `attention` unless it bears another public name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import types
+from importlib import metadata
+from typing import Any
+
+from ..functions import FUNCTIONS
+from .peers import PEERS
+from .protocol import OURS, Target
+
+GROUP = "conformance.targets"
+# Whole-model names: a target that has these alone can be judged too.
+MODELS = ("Transformer", "Trainer")
+
+
+def load(name: str) -> Target:
+    """The target of this name. ImportError, in one sentence, where there is none."""
+    if name.startswith("command:"):
+        from .command_target import CommandTarget
+
+        return CommandTarget(name)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # the console script does not put it there, as `python -m` does
+    if name in PEERS:
+        return wrap(_imported(f"{__package__}.peers.{PEERS[name]}", name), name)
+    if name in OURS or name in OURS.values():
+        module_name = OURS.get(name, name)
+        return wrap(_imported(module_name, name), module_name)
+    entries = list(metadata.entry_points(group=GROUP, name=name))
+    if len(entries) > 1:
+        raise ImportError(f"target {name!r} is an entry point of {len(entries)} packages")
+    return wrap(_guarded(entries[0].load, name) if entries else _found(name), name)
+
+
+def wrap(found: Any, name: str) -> Target:
+    """The adapter for what was found under the name."""
+    if isinstance(found, type):
+        found = _guarded(found, name)
+    if isinstance(found, Target):
+        found.name = name
+        return found
+    if not isinstance(found, types.ModuleType) and not _offers(found) and callable(found):
+        found = _of_function(found)
+    if not _offers(found):
+        raise ImportError(f"target {name!r} has none of the public names, such as attention or rms_norm")
+    framework = getattr(found, "FRAMEWORK", None) or {v: k for k, v in OURS.items()}.get(name, "numpy")
+    if framework == "numpy":
+        return Target(found, name)
+    if framework == "torch":
+        from .torch_target import TorchTarget
+
+        return TorchTarget(found, name)
+    if framework == "jax":
+        from .jax_target import JaxTarget
+
+        return JaxTarget(found, name)
+    raise ImportError(f"FRAMEWORK of target {name!r} must be 'numpy', 'torch' or 'jax'; got {framework!r}")
+
+
+def _offers(found: Any) -> bool:
+    return any(callable(getattr(found, name, None)) for name in (*FUNCTIONS, *MODELS))
+
+
+def _of_function(function: Any) -> types.SimpleNamespace:
+    """A lone function; the module that defines it says of which framework it is."""
+    home = sys.modules.get(getattr(function, "__module__", ""))
+    own = getattr(function, "__name__", "")
+    said = {key: getattr(home, key) for key in ("FRAMEWORK", "DTYPES", "REFUSALS") if hasattr(home, key)}
+    return types.SimpleNamespace(**{own if own in FUNCTIONS else "attention": function}, **said)
+
+
+def _guarded(make: Any, name: str) -> Any:
+    """What `make` gives; whatever a target does while it is imported becomes one sentence."""
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else str(error)
+        raise ImportError(f"target {name!r} cannot be imported: {said}") from error
+
+
+def _imported(module_name: str, name: str) -> Any:
+    return _guarded(functools.partial(importlib.import_module, module_name), name)
+
+
+def _found(name: str) -> Any:
+    """A module, or an object in one."""
+    if ":" in name:
+        module_name, _, path = name.partition(":")
+        return _attribute(_imported(module_name, name), path, name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        outer, _, inner = name.rpartition(".")
+        # "package.function": the package is there, and no module of it has that name.
+        if error.name != name or not outer:
+            raise ImportError(f"target {name!r} cannot be imported: {error}") from error
+        return _attribute(_imported(outer, name), inner, name)
+    except (Exception, SystemExit) as error:
+        raise ImportError(f"target {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _attribute(module: Any, path: str, name: str) -> Any:
+    found = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ImportError(f"target {name!r} cannot be imported: {module.__name__} has no {path}")
+        found = getattr(found, part)
+    return found

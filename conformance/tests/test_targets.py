@@ -1,0 +1,292 @@
+"""Targets of any kind: how a name becomes one, and what is said of one that is wrong."""
+
+import importlib.metadata
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from conformance.__main__ import main
+from conformance.rows import load_cases
+from conformance.runner import ABSENT, FAILED, PASSED, run_case
+from conformance.targets import Target, load
+from conformance.workers import judge_targets
+
+RIGHT = """
+import numpy as np
+DTYPES = ("float64", "float32")
+def attention(q, k, v, *, scale=None):
+    s = (q.shape[-1] ** -0.5 if scale is None else scale) * (q.astype(float) @ np.swapaxes(k, -1, -2).astype(float))
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return (p @ v.astype(float)).astype(q.dtype)
+"""
+SOFTMAX = "import numpy as np\ndef softmax(x, *, axis=-1):\n    e = np.exp(x - x.max(axis, keepdims=True))\n"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module and gives its name; forgotten after the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="wrong_target"):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        sys.modules.pop(name, None)
+        return name
+
+    yield write
+    for name in ("wrong_target", "other_target"):
+        sys.modules.pop(name, None)
+
+
+def judge(name, case_id="attention-square"):
+    (case,) = [case for case in load_cases() if case.id == case_id]
+    return list(run_case(case, load(name)))
+
+
+def details(results):
+    return {result.detail for result in results if result.status == FAILED}
+
+
+# --- what a name may be
+
+
+def test_a_module_with_attention_alone_is_a_target_and_lacks_the_rest(module):
+    name = module(RIGHT)
+    results = judge(name, "attention-scale-one")
+    assert [(r.dtype, r.status) for r in results] == [
+        ("float64", PASSED), ("float32", PASSED), ("bfloat16", ABSENT), ("float16", ABSENT)
+    ]  # fmt: skip
+    assert {r.detail for r in results if r.status == ABSENT} == {"no bfloat16", "no float16"}
+    assert {r.detail for r in judge(name, "attention-causal")} == {
+        "no function attention_with_lse",
+        "no bfloat16",
+        "no float16",
+    }
+    assert {r.detail for r in judge(name, "attention-blocks-exact")} == {"attention has no argument causal"}
+    assert {r.status for r in judge(name, "refuse-heads")} == {ABSENT}
+
+
+def test_without_gradients_the_result_is_judged_and_the_rest_named(module):
+    results = judge(module(RIGHT))[:2]
+    assert {(r.status, r.detail) for r in results} == {(PASSED, "gradients not offered: no gradients.attention_vjp")}
+    wrong = judge(module(RIGHT.replace("-0.5", "-0.4")))[:2]
+    assert {r.status for r in wrong} == {FAILED} and "error budget" in wrong[0].detail
+
+
+@pytest.mark.parametrize(
+    "name", ["wrong_target:attention", "wrong_target.attention", "wrong_target:kit", "wrong_target:Kit"]
+)
+def test_an_object_or_one_function_is_a_target(module, name):
+    module(RIGHT + "class Kit:\n    DTYPES = DTYPES\n    attention = staticmethod(attention)\nkit = Kit()\n")
+    assert {r.status for r in judge(name, "attention-scale-one")} == {PASSED, ABSENT}
+    assert load(name).name == name
+
+
+def test_an_object_with_the_adapter_protocol_is_used_as_it_is(module):
+    module("from conformance.targets import Target\nclass Mine(Target):\n    def __init__(self):\n"
+           "        super().__init__(None, 'x')\n    def offers(self, function):\n        return False\n")  # fmt: skip
+    target = load("wrong_target:Mine")
+    assert isinstance(target, Target) and target.name == "wrong_target:Mine"
+    assert {r.detail for r in judge("wrong_target:Mine", "gelu")} == {"no function gelu"}
+
+
+def test_an_entry_point_is_a_target(module, monkeypatch):
+    point = importlib.metadata.EntryPoint("short-name", module(RIGHT), "conformance.targets")
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda *, group, name: [point] if (group, name) == ("conformance.targets", "short-name") else [],
+    )
+    target = load("short-name")
+    assert target.name == "short-name" and target.offers("attention")
+
+
+def test_a_target_says_which_combination_it_does_not_serve(module):
+    name = module("from conformance.targets import NotOffered\ndef gelu(x, *, approximate='none'):\n"
+                  "    raise NotOffered('only on Mondays')\n")  # fmt: skip
+    assert {(r.status, r.detail) for r in judge(name, "gelu")} == {(ABSENT, "only on Mondays")}
+
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from safetensors.numpy import load_file, save_file
+source, target = sys.argv[1:]
+asked = json.load(open(source.replace(".safetensors", ".json")))
+if asked["function"] != "rms_norm" or asked["dtype"] not in ("float64", "float32"):
+    print(f"no {asked['function']} in {asked['dtype']}", file=sys.stderr)
+    sys.exit(3)
+x = load_file(source)
+assert asked["positional"] == ["x", "weight"] and asked["results"] == ["out"]
+w = x["x"].astype(np.float64)
+r = 1 / np.sqrt((w * w).mean(-1, keepdims=True) + asked["arguments"]["eps"])
+n = w * r
+out = {"out": (n * x["weight"]).astype(x["x"].dtype)}
+if asked["gradients"]:
+    dy = x["cotangent.out"].astype(np.float64)
+    g = dy * x["weight"]
+    out["gradient.x"] = (r * (g - n * (g * n).mean(-1, keepdims=True))).astype(x["x"].dtype)
+    out["gradient.weight"] = (dy * n).sum(tuple(range(n.ndim - 1))).astype(x["x"].dtype)
+save_file(out, target)
+"""
+
+
+def test_a_program_is_a_target(tmp_path):
+    (tmp_path / "norm.py").write_text(PROGRAM)
+    name = f"command:{sys.executable} {tmp_path / 'norm.py'} {{inputs}} {{outputs}}"
+    results = judge(name, "rms-norm")
+    assert [(r.dtype, r.status, r.detail) for r in results] == [
+        ("float64", PASSED, ""), ("float32", PASSED, ""),
+        ("bfloat16", ABSENT, "no rms_norm in bfloat16"), ("float16", ABSENT, "no rms_norm in float16"),
+    ]  # fmt: skip
+    assert results[0].comparisons == 3  # out and two gradients
+    assert {r.detail for r in judge(name, "causal-mask")} == {"no causal_mask in float32"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import sys; print('no segment 7', file=sys.stderr); sys.exit(9)", "ended with 9: no segment 7"),
+        ("pass", "the program wrote no {outputs} file"),
+        ("import sys; open(sys.argv[2], 'w').write('nonsense')", "not a sound safetensors file"),
+        ("import sys, numpy as np\nfrom safetensors.numpy import save_file\nsave_file({'y': np.ones(2)}, sys.argv[2])",
+         "the program's answer lacks out"),
+    ],
+)  # fmt: skip
+def test_a_program_that_goes_wrong_is_quoted(tmp_path, text, said):
+    (tmp_path / "wrong.py").write_text(text)
+    results = judge(f"command:{sys.executable} {tmp_path / 'wrong.py'} {{inputs}} {{outputs}}", "softmax")
+    assert all(said in detail for detail in details(results)) and {r.status for r in results} == {FAILED}
+
+
+# --- what cannot be used at all: one line, exit status 3
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        (None, "no_such_module_here", "No module named 'no_such_module_here'"),
+        ("import no_such_thing\n", "wrong_target", "No module named 'no_such_thing'"),
+        ("def attention(:\n", "wrong_target", "SyntaxError"),
+        ("raise RuntimeError('no licence')\n", "wrong_target", "RuntimeError: no licence"),
+        ("raise SystemExit(4)\n", "wrong_target", "SystemExit: 4"),
+        ("x = 1\n", "wrong_target", "has none of the public names"),
+        ("x = 1\n", "wrong_target:attention", "wrong_target has no attention"),
+        (
+            "FRAMEWORK = 'theano'\nattention = print\n",
+            "wrong_target",
+            "must be 'numpy', 'torch' or 'jax'; got 'theano'",
+        ),
+        (None, "command:no_such_program_here {inputs} {outputs}", "there is no program no_such_program_here"),
+        (None, "command:cat {inputs}", "must have {outputs} among its arguments"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_named_in_one_sentence(module, text, name, said):
+    if text:
+        module(text)
+    with pytest.raises(ImportError) as caught:
+        load(name)
+    assert repr(name) in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_target_ends_the_command_with_3_and_one_line(capfd):
+    assert main(["run", "no_such_module_here", "--case", "softmax"]) == 3
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "no_such_module_here" in error
+
+
+# --- what it returns
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("    return (e / e.sum(axis, keepdims=True))[..., :1]", "out must have shape"),
+        ("    return (e / e.sum(axis, keepdims=True)).astype(np.float16)", "out must have dtype float64; got float16"),
+        ("    return np.full_like(e, np.nan)", "got np.float64(nan)"),
+        ("    return (e / e.sum(axis, keepdims=True)).tolist()", "softmax must return one array; got a list"),
+        ("    return (e / e.sum(axis, keepdims=True),)", "softmax must return one array; got a tuple"),
+        ("    return 'soft'", "a result must be a NumPy array; got builtins.str"),
+        ("    return None", "a result must be a NumPy array; got builtins.NoneType"),
+        ("    x[...] = 0\n    return e / e.sum(axis, keepdims=True)", "softmax wrote into its argument x"),
+        ("    raise RuntimeError('no more memory')", "RuntimeError: no more memory"),
+        ("    raise SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_what_a_target_does_wrong_is_said_plainly(module, ending, said):
+    (first, *_) = judge(module(SOFTMAX + ending + "\n"), "softmax")
+    assert first.status == FAILED and said in first.detail
+
+
+def test_what_a_torch_target_does_wrong_is_said_plainly(module):
+    pytest.importorskip("torch")
+    text = "import torch\nFRAMEWORK = 'torch'\ndef softmax(x, *, axis=-1):\n    out = torch.softmax(x, axis)\n"
+    (first, *_) = judge(module(text + "    return out.tolist()\n"), "softmax")
+    assert "must return one array; got a list" in first.detail
+    (first, *_) = judge(module(text + "    x.zero_()\n    return out\n", "other_target"), "softmax")
+    assert first.detail == "softmax wrote into its argument x"
+
+
+# --- what hangs or dies
+
+
+def test_a_target_that_hangs_or_dies_loses_that_case_and_no_other(module):
+    name = module("""
+        import os, subprocess, time
+        import numpy as np
+        def softmax(x, *, axis=-1):
+            if axis != -1:
+                subprocess.Popen(["sleep", "600"])
+                time.sleep(600)
+            e = np.exp(x - x.max(axis, keepdims=True))
+            return e / e.sum(axis, keepdims=True)
+        def causal_mask(T, S=None, *, q_offset=None):
+            os._exit(5) if q_offset is not None else None
+            return np.tril(np.ones((T, T), bool))
+    """)
+    results, facts = judge_targets([name], "quick", "softmax", lambda text: None, 1, timeout=2.0)[name]
+    assert facts["framework"] == "numpy"
+    lost = [r for r in results if r.kernel == "any"]
+    assert lost and all("gave no answer within 2 seconds and was ended" in r.detail for r in lost)
+    assert any(r.status != FAILED for r in results)
+    results, _ = judge_targets([name], "quick", "causal-mask", lambda text: None, 1, timeout=2.0)[name]
+    assert {r.detail for r in results if r.status == FAILED} == {"its process died (exit code 5)"}
+    assert any(r.status == PASSED for r in results)
+
+
+def test_a_function_that_always_dies_is_not_asked_for_ever(module):
+    name = module("import os\ndef softmax(x, *, axis=-1):\n    os.abort()\n")
+    results, _ = judge_targets([name], "quick", "softmax", lambda text: None, 1)[name]
+    last = "was not asked: 3 cases of softmax were lost before"
+    assert [r.detail for r in results] == ["its process died (SIGABRT)"] * 3 + [last]
+
+
+def test_a_run_that_judged_nothing_is_not_a_success(module, capfd):
+    name = module(RIGHT)
+    assert main(["run", name, "--case", "causal-mask"]) == 1
+    assert f"{name} offers nothing that these cases ask for" in capfd.readouterr().err
+    assert main(["run", name, "--case", "attention-scale-one"]) == 0
+
+
+def test_what_a_target_prints_stays_out_of_the_document(module, capfd):
+    import json
+
+    name = module("print('hello')\n" + RIGHT)
+    assert main(["run", name, "--case", "attention-scale-one", "--json", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["targets"][name]["counts"][PASSED] == 2
+
+
+def test_a_strided_copy_is_judged_too(module):
+    # Reads the memory as if it were contiguous: right on a fresh array, wrong on a strided one.
+    name = module("""
+        import numpy as np
+        def silu(x):
+            flat = np.ndarray(x.shape, x.dtype, x if x.base is None else x.base)
+            return (flat / (1 + np.exp(-flat))).astype(x.dtype)
+    """)
+    by_dtype = {r.dtype: r for r in judge(name, "silu")}
+    assert by_dtype["float32"].status == FAILED and "strided" in by_dtype["float32"].detail
+    assert np.isfinite(by_dtype["float32"].share)
