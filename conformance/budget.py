@@ -89,7 +89,7 @@ def attention_bounds(
     bounds = {}
     for name, value in out.items():
         if name == "weights":
-            bounds[name] = dp + lost + OUTPUT * u_o * np.abs(value) + np.where(seen, SUBNORMAL[dtype], 0.0)
+            bounds[name] = dp + lost + OUTPUT * u_o * np.abs(value) + np.where(seen, 2.0 * SUBNORMAL[dtype], 0.0)
         elif name == "lse":
             finite = np.where(np.isfinite(value), np.abs(value), 0.0)
             some = seen.any(axis=-1)
@@ -102,9 +102,11 @@ def attention_bounds(
             kept = terms.kept
             error = (kept * (dp + lost)) @ size + INNER * np.sqrt(S + 2.0) * u * ((kept * terms.p) @ size)
             if dtype in ("float16", "bfloat16"):
-                # Kernels for half types store the weights in the half type before the second product.
+                # Kernels for half types store the weights in the half type before the second product: a relative
+                # error each, and below the smallest normal number an absolute one.
+                error = error + (kept * np.where(seen, SUBNORMAL[dtype], 0.0)) @ size
                 error = error + STORED * u_o * np.sqrt((kept * terms.p) ** 2 @ v**2)
-            bounds[name] = error + OUTPUT * u_o * np.abs(value) + np.where(error > 0, SUBNORMAL[dtype], 0.0)
+            bounds[name] = error + OUTPUT * u_o * np.abs(value) + np.where(error > 0, 2.0 * SUBNORMAL[dtype], 0.0)
         if dtype == "float64":
             bounds[name] = bounds[name] + _meaning(name, terms, v, value)
     return bounds
@@ -176,7 +178,7 @@ def attention_gradient_bounds(
 def rounded_output(bound: np.ndarray, value: np.ndarray, dtype: str) -> np.ndarray:
     """Add the one rounding of the result to its own type; where the bound is 0 the value is exact."""
     own = OUTPUT * UNIT[dtype] * np.abs(value)
-    return np.where(bound > 0, bound + own + SUBNORMAL[dtype], own)
+    return np.where(bound > 0, bound + own + 2.0 * SUBNORMAL[dtype], own)
 
 
 def perturbation_bounds(
