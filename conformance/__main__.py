@@ -14,10 +14,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .suites import SUITES
+
 OURS = {"core_numpy": None, "backend_torch": "torch", "backend_jax": "jax"}
 VERBS = {
     "run": "every case on every target (the default)",
     "zoo": "every known fault, planted: which cases catch it",
+    "vectors": "cases as plain files, for implementations in any language: write, check",
     "race": "training speed of the frameworks, side by side",
     "demo": "conformance, training and a race in one HTML report",
 }
@@ -51,6 +54,7 @@ def _run_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("targets", nargs="*", help=TARGETS_HELP)
     parser.add_argument("--level", default="quick", choices=("quick", "full", "exhaustive"))
+    parser.add_argument("--suite", choices=tuple(SUITES), help="an outside suite's cases in the place of ours")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the results as JUnit XML")
@@ -76,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
     timeout = TIMEOUT if options.timeout is None else options.timeout
     if not timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {timeout:g}")
-    cases = selected(options.level, options.case)
+    cases = selected(options.level, options.case, options.suite)
     if not cases:
         raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
     if options.list:
@@ -87,12 +91,13 @@ def run(argv: Sequence[str]) -> int:
     names = list(dict.fromkeys(options.targets or installed()))
     order = sorted(names, key=lambda name: name not in ("backend_jax", "jax"))
     with _progress(len(names) * len(cases), quiet=options.json == "-") as advance:
-        judged = judge_targets(order, options.level, options.case, advance, options.jobs or cores(), timeout)
+        jobs = options.jobs or cores()
+        judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite)
     results = [result for name in names for result in judged[name][0]]
     facts = {judged[name][0][0].target if judged[name][0] else name: judged[name][1] for name in names}
     if options.json != "-":
         summary.print_run(results, facts)
-    document = summary.document(results, facts, options.level)
+    document = summary.document(results, facts, options.level, options.suite)
     if options.json:
         summary.write_json(options.json, document)
     if options.junit:

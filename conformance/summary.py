@@ -28,8 +28,11 @@ def environment(facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def document(results: Sequence[Result], facts: dict[str, dict[str, Any]], level: str) -> dict[str, Any]:
+def document(
+    results: Sequence[Result], facts: dict[str, dict[str, Any]], level: str, suite: str | None = None
+) -> dict[str, Any]:
     """The JSON document of a run: per target its counts and every judged call. facts: what each target says of itself.
+    suite: the outside suite that was run, None for our own cases.
 
     The same run gives the same bytes, `seconds` aside.
     """
@@ -53,7 +56,7 @@ def document(results: Sequence[Result], facts: dict[str, dict[str, Any]], level:
             for r in mine
         ]
         named[name] = {"counts": counts(mine), "cases": cases}
-    return {"schema": SCHEMA, "level": level, "targets": named, "environment": environment(facts)}
+    return {"schema": SCHEMA, "level": level, "suite": suite, "targets": named, "environment": environment(facts)}
 
 
 def counts(results: Sequence[Result]) -> dict[str, int]:

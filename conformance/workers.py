@@ -20,6 +20,8 @@ from .runner import FAILED, Result
 
 # The cases are tiny: one thread each is fastest, and sums keep one order from run to run.
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Compiling is most of JAX's time here: at the quick level XLA skips its expensive passes. `full` compiles as users do.
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 # Seconds for one call. The slowest honest one, a compiled training step on a busy machine, takes a few.
 TIMEOUT = 120.0
 # Importing JAX or torch takes seconds; ten times that is a hang.
@@ -32,23 +34,32 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def selected(level: str, pattern: str | None) -> list[Any]:
-    """The cases of a run, in order: function rows, then models and training."""
-    from . import models, rows
+def selected(level: str, pattern: str | None, suite: str | None = None) -> list[Any]:
+    """The cases of a run, in order: function rows, then models and training; or those of an outside suite."""
+    from . import models, rows, suites
 
+    if suite is not None:
+        return list(suites.load(suite).cases(level, pattern))
     return [*rows.select(rows.load_cases(), level, pattern), *models.select_models(level, pattern)]
 
 
 def results_of(case: Any, target: Any, level: str) -> Iterator[Result]:
-    """The results of one case of either kind."""
+    """The results of one case of any kind."""
     from .models import ModelCase, run_model_case
     from .runner import run_case
+    from .suites import OutsideCase
 
+    if isinstance(case, OutsideCase):
+        return iter(case.judge(target, level))
     return run_model_case(case, target, level) if isinstance(case, ModelCase) else run_case(case, target, level)
 
 
 def judge_target(
-    name: str, level: str, pattern: str | None, seen: Callable[[str], None] = lambda text: None
+    name: str,
+    level: str,
+    pattern: str | None,
+    seen: Callable[[str], None] = lambda text: None,
+    suite: str | None = None,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Every selected case on the target of this name, in this process, and what the target says of itself."""
     from .surface import run_surface
@@ -56,15 +67,15 @@ def judge_target(
 
     target = load(name)
     results: list[Result] = []
-    for case in selected(level, pattern):
+    for case in selected(level, pattern, suite):
         results += results_of(case, target, level)
         seen(f"{name} {case.id}")
-    if not pattern:
+    if not pattern and suite is None:
         results += run_surface(target)
     return results, target.describe()
 
 
-def _work(name: str, level: str, pattern: str | None, skip: set[int], pipe: Any) -> None:
+def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: set[int], pipe: Any) -> None:
     """What a process does: ("ready", name of the target), then per case ("case", i), ("result", r)..., then "done"."""
     from .surface import run_surface
     from .targets import load
@@ -75,14 +86,14 @@ def _work(name: str, level: str, pattern: str | None, skip: set[int], pipe: Any)
     try:
         target = load(name)
         pipe.send(("ready", target.name))
-        for index, case in enumerate(selected(level, pattern)):
+        for index, case in enumerate(selected(level, pattern, suite)):
             if index in skip:
                 continue
             pipe.send(("case", index))
             for result in results_of(case, target, level):
                 pipe.send(("result", result))
         pipe.send(("case", None))
-        if not pattern:
+        if not pattern and suite is None:
             for result in run_surface(target):
                 pipe.send(("result", result))
         pipe.send(("done", target.describe()))
@@ -107,9 +118,9 @@ class _Run:
     pipe: Any = None
     deadline: float = 0.0
 
-    def start(self, context: Any, level: str, pattern: str | None) -> None:
+    def start(self, context: Any, level: str, pattern: str | None, suite: str | None) -> None:
         self.pipe, theirs = context.Pipe(duplex=False)
-        arguments = (self.name, level, pattern, {i for i in self.results if i is not None}, theirs)
+        arguments = (self.name, level, pattern, suite, {i for i in self.results if i is not None}, theirs)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -158,28 +169,30 @@ def judge_targets(
     seen: Callable[[str], None],
     jobs: int,
     timeout: float = TIMEOUT,
+    suite: str | None = None,
 ) -> dict[str, tuple[list[Result], dict[str, Any]]]:
     """`judge_target` for each name, `jobs` processes at a time.
 
     Raises ImportError where a target cannot be imported, RuntimeError where it breaks the suite itself.
     """
     context = multiprocessing.get_context("spawn")
-    kept = {name: os.environ.get(name) for name in THREADS}
-    os.environ.update(THREADS)
-    waiting = [_Run(name, selected(level, pattern)) for name in names]
+    settings = THREADS | (QUICK if level == "quick" else {})
+    kept = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    waiting = [_Run(name, selected(level, pattern, suite)) for name in names]
     running: list[_Run] = []
     done: dict[str, tuple[list[Result], dict[str, Any]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(waiting.pop(0))
-                running[-1].start(context, level, pattern)
+                running[-1].start(context, level, pattern, suite)
             multiprocessing.connection.wait([run.pipe for run in running], timeout=0.5)
             for run in list(running):
                 if _listen(run, seen, timeout):
                     run.end()
                     if run.facts is None:
-                        run.start(context, level, pattern)
+                        run.start(context, level, pattern, suite)
                     else:
                         running.remove(run)
                         done[run.name] = run.finished()
