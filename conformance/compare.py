@@ -52,7 +52,7 @@ def check_exact(tally: Tally, name: str, got: np.ndarray, want: np.ndarray) -> N
     if not equal.all():
         at = tuple(int(i) for i in np.argwhere(~equal)[0])
         raise Disagreement(
-            f"{name} must be exactly {right[at]!r} at {at}; got {left[at]!r} "
+            f"{name} must be exactly {float(right[at])!r} at {at}; got {float(left[at])!r} "
             f"({int((~equal).sum())} of {equal.size} differ)"
         )
     tally.add(name, 0.0)
@@ -72,13 +72,13 @@ def check_within(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, bou
         wrong = (special | ~np.isfinite(value)) & ~same
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise Disagreement(f"{name} must be {want[at]!r} at {at}; got {value[at]!r}")
+            raise Disagreement(f"{name} must be {float(want[at])!r} at {at}; got {float(value[at])!r}")
     with np.errstate(invalid="ignore"):
         error = np.where(special, 0.0, np.abs(value - want))
     exact = (bound == 0) & (error > 0)
     if exact.any():
         at = tuple(int(i) for i in np.argwhere(exact)[0])
-        raise Disagreement(f"{name} must be exactly {want[at]!r} at {at}; got {value[at]!r}")
+        raise Disagreement(f"{name} must be exactly {float(want[at])!r} at {at}; got {float(value[at])!r}")
     shares = np.divide(error, bound, out=np.zeros_like(error), where=bound > 0)
     if not shares.size:
         tally.add(name, 0.0)
