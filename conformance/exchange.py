@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from core_numpy.contract.config import RotaryScaling
+
 from .functions import FUNCTIONS
 from .inputs import DTYPES
 from .oracle import native
@@ -37,7 +39,7 @@ def request(
         elif isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value):
             arrays |= {f"{name}.{i}": item for i, item in enumerate(value)}
         else:
-            plain[name] = value
+            plain[name] = value.to_dict() if isinstance(value, RotaryScaling) else value
             continue
         inputs.append(name)
     if gradients:

@@ -80,7 +80,7 @@ def select_models(level: str, pattern: str | None = None) -> list[ModelCase]:
     return [case for case in chosen if pattern in case.id or pattern == case.function] if pattern else chosen
 
 
-def _config(module: Any, fields: dict[str, Any]) -> Any:
+def config_of(module: Any, fields: dict[str, Any]) -> Any:
     """TOML has no None: inside a list "none" stands for it (a window's open side, a layer without a window)."""
 
     def plain(value: Any) -> Any:
@@ -98,29 +98,38 @@ def random_params(case_id: str, initial: Arrays, dtype: str) -> Arrays:
 
 
 def run_model_case(case: ModelCase, target: Target, level: str = "full") -> Iterator[Result]:
-    """All results of one model or training case on one target; at "quick" one dtype where each call is compiled."""
-    dtypes = case.dtypes
+    """All results of one model or training case on one target."""
+    for dtype in model_dtypes(case, target, level):
+        yield judge_model_case(case, target, dtype)
+
+
+def model_dtypes(case: ModelCase, target: Target, level: str) -> tuple[str, ...]:
+    """At "quick" one dtype where each call is compiled; which, turns with the case."""
     if level == "quick" and target.compiles:
-        dtypes = (dtypes[zlib.crc32(case.id.encode()) % len(dtypes)],)
-    for dtype in dtypes:
-
-        def work(tally: Tally, dtype: str = dtype) -> None:
-            if not target.offers(case.function):
-                raise NotOffered(f"no {case.function}")
-            if dtype not in target.dtypes():
-                raise NotOffered(f"no {dtype}")
-            (_judge_model if case.train is None else _judge_training)(case, target, dtype, tally)
-
-        yield judged(case, target, dtype, "auto", work)
+        return (case.dtypes[zlib.crc32(case.id.encode()) % len(case.dtypes)],)
+    return case.dtypes
 
 
-def _inputs(case: ModelCase) -> tuple[Arrays, Arrays]:
+def judge_model_case(case: ModelCase, target: Target, dtype: str) -> Result:
+    """One model or training case in one dtype."""
+
+    def work(tally: Tally) -> None:
+        if not target.offers(case.function):
+            raise NotOffered(f"no {case.function}")
+        if dtype not in target.dtypes():
+            raise NotOffered(f"no {dtype}")
+        (_judge_model if case.train is None else _judge_training)(case, target, dtype, tally)
+
+    return judged(case, target, dtype, "auto", work)
+
+
+def inputs_of(case: ModelCase) -> tuple[Arrays, Arrays]:
     batch = {name: build(case.id, name, spec) for name, spec in case.batch.items()}
     call = {name: build(case.id, name, spec) for name, spec in case.call.items()}
     return batch, call
 
 
-def _forward_arguments(batch: Arrays, call: Arrays) -> dict[str, Any]:
+def forward_arguments(batch: Arrays, call: Arrays) -> dict[str, Any]:
     given = dict(call)
     for source, name in (("lengths", "kv_lengths"), ("segments", "segments")):
         if source in batch:
@@ -130,11 +139,11 @@ def _forward_arguments(batch: Arrays, call: Arrays) -> dict[str, Any]:
 
 def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally) -> None:
     core = reference()
-    batch, call = _inputs(case)
+    batch, call = inputs_of(case)
     module = target.module
-    config = _config(module, case.config)
+    config = config_of(module, case.config)
     model = module.Transformer(config, seed=7, dtype=dtype)
-    mine = core.Transformer(_config(core, case.config), seed=7, dtype="float64")
+    mine = core.Transformer(config_of(core, case.config), seed=7, dtype="float64")
     initial = core.get_params(mine)
     got = module.get_params(model)
     if list(got) != list(initial):
@@ -147,16 +156,17 @@ def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally) -> N
     if target.framework == "torch":
         model.eval()
     exact = {name: widened(x) for name, x in params.items()}
-    given = _forward_arguments(batch, call)
+    given = forward_arguments(batch, call)
     _judge_forward(target, model, mine, exact, batch, given, dtype, tally)
     if "targets" not in batch or call:
         return
     _judge_gradients(case, target, model, mine, exact, batch, dtype, tally)
 
 
-def _judge_forward(
-    target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, given: dict[str, Any], dtype: str, tally: Tally
-) -> None:
+def forward_expected(
+    mine: Any, exact: Arrays, batch: Arrays, given: dict[str, Any], dtype: str
+) -> tuple[Arrays, Arrays]:
+    """The output of the reference model `mine`, and its bound."""
     core = reference()
 
     def forward(params: Arrays) -> Arrays:
@@ -164,43 +174,53 @@ def _judge_forward(
         return {"output": np.asarray(mine(batch["tokens"], **given))}
 
     want = forward(exact)
-    bounds = budget.perturbation_bounds(forward, exact, want, dtype, draws=4, constant=budget.DEEP)
+    return want, budget.perturbation_bounds(forward, exact, want, dtype, draws=4, constant=budget.DEEP)
+
+
+def _judge_forward(
+    target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, given: dict[str, Any], dtype: str, tally: Tally
+) -> None:
+    want, bounds = forward_expected(mine, exact, batch, given, dtype)
     native = {name: target.native(x) for name, x in given.items()}
     got = target.numpy(model(target.native(batch["tokens"]), **native))
     check_kind("output", got, want["output"].shape, dtype)
     check_within(tally, "output", got, want["output"], bounds["output"])
 
 
-def _judge_gradients(
-    case: ModelCase, target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, dtype: str, tally: Tally
-) -> None:
+def gradients_expected(case: ModelCase, mine: Any, exact: Arrays, batch: Arrays, dtype: str) -> tuple[Arrays, Arrays]:
+    """The reference's loss and the gradient of every parameter, by its name, and their bounds."""
     core = reference()
-    options: dict[str, Any] = dict(case.loss)
 
     def backward(params: Arrays) -> Arrays:
         core.set_params(mine, params)
         key = {} if case.dropout is None else {"dropout_key": core.key(case.dropout)}
-        loss, grads = core.loss_and_gradients(mine, batch, **options, **key)
+        loss, grads = core.loss_and_gradients(mine, batch, **case.loss, **key)
         return {"loss": np.asarray(loss, dtype=np.float64)} | {name: np.asarray(x) for name, x in grads.items()}
 
     want = backward(exact)
     bounds = budget.perturbation_bounds(backward, exact, want, dtype, draws=4, constant=budget.DEEP)
-    native = {name: target.native(x) for name, x in batch.items()}
-    key = {} if case.dropout is None else {"dropout_key": target.module.key(case.dropout)}
-    loss, grads = target.module.loss_and_gradients(model, native, **options, **key)
-    if list(grads) != list(want)[1:]:
-        raise Disagreement(f"gradients must be named {list(want)[1:]}; got {list(grads)}")
-    got = {"loss": np.asarray(loss, dtype=np.float64), **{name: np.asarray(x) for name, x in grads.items()}}
     # Where a gradient cancels to 0 by symmetry (a key's bias moves all scores of a row alike), what is left is the
     # rounding of its terms: that of the gradient as a whole (docs/tolerance.md).
     typical = _root_mean_square([x for name, x in want.items() if name != "loss"])
     for name, value in want.items():
-        label = name if name == "loss" else f"gradient of {name}"
-        bound = bounds[name]
-        if value.ndim and bound.max(initial=0.0) > 0:
-            bound = bound + budget.DEEP * budget.UNIT[dtype] * typical
-            bound = bound + (budget.MEANING * typical if dtype == "float64" else 0.0)
-        check_within(tally, label, got[name], value, bound)
+        if value.ndim and bounds[name].max(initial=0.0) > 0:
+            bounds[name] = bounds[name] + budget.DEEP * budget.UNIT[dtype] * typical
+            bounds[name] = bounds[name] + (budget.MEANING * typical if dtype == "float64" else 0.0)
+    return want, bounds
+
+
+def _judge_gradients(
+    case: ModelCase, target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, dtype: str, tally: Tally
+) -> None:
+    want, bounds = gradients_expected(case, mine, exact, batch, dtype)
+    native = {name: target.native(x) for name, x in batch.items()}
+    key = {} if case.dropout is None else {"dropout_key": target.module.key(case.dropout)}
+    loss, grads = target.module.loss_and_gradients(model, native, **case.loss, **key)
+    if list(grads) != list(want)[1:]:
+        raise Disagreement(f"gradients must be named {list(want)[1:]}; got {list(grads)}")
+    got = {"loss": np.asarray(loss, dtype=np.float64), **{name: np.asarray(x) for name, x in grads.items()}}
+    for name, value in want.items():
+        check_within(tally, name if name == "loss" else f"gradient of {name}", got[name], value, bounds[name])
 
 
 def _root_mean_square(arrays: list[np.ndarray]) -> float:
@@ -209,7 +229,7 @@ def _root_mean_square(arrays: list[np.ndarray]) -> float:
 
 
 def _trainer(module: Any, case: ModelCase, params: Arrays, dtype: str) -> Any:
-    model = module.Transformer(_config(module, case.config), seed=7, dtype=dtype)
+    model = module.Transformer(config_of(module, case.config), seed=7, dtype=dtype)
     module.set_params(model, params)
     assert case.train is not None
     return module.Trainer(model, module.TrainConfig.from_dict({**case.train, "precision": dtype}))
@@ -222,7 +242,7 @@ def _judge_training(case: ModelCase, target: Target, dtype: str, tally: Tally) -
     batches = [
         {name: build(f"{case.id}/{step}", name, spec) for name, spec in case.batch.items()} for step in range(steps)
     ]
-    initial = core.get_params(core.Transformer(_config(core, case.config), seed=7, dtype=dtype))
+    initial = core.get_params(core.Transformer(config_of(core, case.config), seed=7, dtype=dtype))
     want = _reference_run(case, initial, batches)
     bounds = _twin_bounds(case, initial, batches, want, dtype)
     trainer = _trainer(target.module, case, initial, dtype)

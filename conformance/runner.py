@@ -62,7 +62,7 @@ def run_case(case: Case, target: Target, level: str = "full") -> Iterator[Result
 def _combinations(case: Case, target: Target, level: str) -> list[tuple[str, str]]:
     # A literal and an unchanged value need no more than float64 and float32; a refusal one dtype.
     dtypes = case.dtypes[: {"agrees": None, "refuses": 1}.get(case.verb, 2)]
-    if _has_no_floats(case):
+    if without_floats(case):
         dtypes = ("float32",)
     kernels = target.kernels() if case.kernels and case.verb != "refuses" else ["auto"]
     if level != "quick" or not target.compiles:
@@ -81,7 +81,7 @@ def _no_dtype(dtype: str) -> Callable[[Tally], None]:
     return work
 
 
-def _has_no_floats(case: Case) -> bool:
+def without_floats(case: Case) -> bool:
     specs = list(case.inputs.values())
     flat = [item for spec in specs for item in (spec["tree"] if isinstance(spec, dict) and "tree" in spec else [spec])]
     return not any(_is_float_spec(spec) for spec in flat)

@@ -1,0 +1,224 @@
+"""Test vectors: cases as plain files, for implementations in any language. `main` is `conformance vectors`.
+
+docs/vectors.md describes the folder. Its bytes depend on the cases and the reference alone: no time, no machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core_numpy.contract import tensor_file
+
+from . import exchange
+from .compare import Disagreement, Tally, check_exact, check_kind, check_within
+from .functions import FUNCTIONS
+from .models import select_models
+from .rows import LEVELS, load_cases, select
+from .runner import FAILED, Result, judged
+from .targets.protocol import NotOffered, Target
+from .vector_cases import model_vectors_of, vectors_of
+
+SCHEMA = exchange.SCHEMA
+MANIFEST = "vectors.json"
+
+
+def write(folder: str | os.PathLike[str], level: str = "quick", pattern: str | None = None) -> dict[str, Any]:
+    """Write a new folder; the manifest comes last, so that a folder without one is an unfinished one."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; vectors are written to a new one")
+    vectors = [vector for case in select(load_cases(), level, pattern) for vector in vectors_of(case)]
+    vectors += [vector for model in select_models(level, pattern) for vector in model_vectors_of(model)]
+    if not vectors:
+        raise ValueError(f"no case that vectors can hold has {pattern!r} in its id, and no function has that name")
+    for part in ("inputs", "expected"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    listed = []
+    for vector in vectors:
+        files = {
+            f"inputs/{vector.id}.json": exchange.encode_json(vector.request),
+            f"inputs/{vector.id}.safetensors": tensor_file.encode_tensors(vector.id, vector.inputs),
+            f"expected/{vector.id}.safetensors": tensor_file.encode_tensors(vector.id, vector.expected),
+        }
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        listed.append({"id": vector.id, "rules": list(vector.rules), "function": vector.function, "files": digests})
+    (folder / "schema.json").write_bytes(exchange.encode_json(json_schema()))
+    manifest = {"schema": SCHEMA, "level": level, "vectors": listed}
+    tensor_file.write_whole(folder / MANIFEST, exchange.encode_json(manifest))
+    return manifest
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a request, as programs and vectors have it."""
+    names = {"type": "array", "items": {"type": "string"}}
+    fields: dict[str, Any] = {
+        "schema": {"const": SCHEMA},
+        "function": {"enum": [*FUNCTIONS, "Transformer"]},
+        "dtype": {"enum": list(exchange.DTYPES)},
+        "positional": names,
+        "inputs": names,
+        "arguments": {"type": "object"},
+        "results": names,
+        "gradients": names,
+    }
+    of_vectors: dict[str, Any] = {
+        "id": {"type": "string"},
+        "case": {"type": "string"},
+        "rules": names,
+        "why": {"type": "string"},
+        "dtypes": {"type": "object", "additionalProperties": {"enum": list(exchange.DTYPES)}},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "One call: inputs/<id>.json",
+        "type": "object",
+        "required": list(fields),
+        "properties": fields | of_vectors,
+        "additionalProperties": False,
+    }
+
+
+# --- checking answers
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of a folder of vectors; ValueError, in one sentence, for what is none."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} is no folder of vectors: it has no {MANIFEST} (an unfinished one has none either)")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        schema = manifest["schema"]
+        if schema == SCHEMA:
+            for entry in manifest["vectors"]:
+                _ = entry["id"], entry["rules"], entry["function"], entry["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a manifest of vectors: {type(error).__name__}: {error}") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{path} has schema {schema!r}; this version reads schema {SCHEMA}")
+    return manifest
+
+
+def _sound(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Every file of a vector is there and has the bytes that were written."""
+    for name, digest in entry["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{folder} is broken: {name} is missing; write the vectors again")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{folder} is broken: {name} is not what was written; write the vectors again")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What `judged` wants to know of a case."""
+
+    id: str
+    rules: tuple[str, ...]
+    function: str
+
+
+def check(
+    folder: str | os.PathLike[str], answers: str | os.PathLike[str], pattern: str | None = None
+) -> tuple[list[Result], list[str]]:
+    """One result per vector, and the names of answers that belong to no vector. A missing answer is not offered."""
+    folder, answers = Path(folder), Path(answers)
+    manifest = read_manifest(folder)
+    if not answers.is_dir():
+        raise ValueError(f"{answers} is not a folder of answers")
+    chosen = [e for e in manifest["vectors"] if not pattern or pattern in e["id"] or pattern == e["function"]]
+    known = {f"{entry['id']}.safetensors" for entry in manifest["vectors"]}
+    found = {file.name for file in answers.iterdir() if file.name.endswith(".safetensors")}
+    if not found & {f"{entry['id']}.safetensors" for entry in chosen}:
+        raise ValueError(f"{answers} holds no answer: a file <id>.safetensors for each id of {folder / MANIFEST}")
+    target = Target(None, answers.name or "answers")
+    results = []
+    for entry in chosen:
+        _sound(folder, entry)
+        asked = json.loads((folder / "inputs" / f"{entry['id']}.json").read_text(encoding="utf-8"))
+
+        def work(tally: Tally, asked: dict[str, Any] = asked) -> None:
+            _check_answer(folder, answers, asked, tally)
+
+        case = _Entry(entry["id"], tuple(entry["rules"]), entry["function"])
+        results.append(judged(case, target, asked["dtype"], "auto", work))
+    return results, sorted(found - known)
+
+
+def _check_answer(folder: Path, answers: Path, asked: dict[str, Any], tally: Tally) -> None:
+    path = answers / f"{asked['id']}.safetensors"
+    if not path.exists():
+        raise NotOffered("no answer")
+    got, _ = tensor_file.read_tensors(path)
+    expected, _ = tensor_file.read_tensors(folder / "expected" / path.name)
+    lacking = []
+    for name in exchange.answer_names(asked):
+        if name not in got:
+            if not name.startswith("gradient."):
+                raise Disagreement(f"the answer lacks {name}")
+            lacking.append(name)
+            continue
+        check_kind(name, got[name], expected[name].shape, asked["dtypes"].get(name))
+        if f"bound.{name}" in expected:
+            check_within(tally, name, got[name], expected[name], expected[f"bound.{name}"])
+        else:
+            check_exact(tally, name, got[name], expected[name])
+    if lacking:
+        tally.lacking = f"not offered: {', '.join(lacking)}"
+
+
+# --- the command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="conformance vectors",
+        description="Cases as plain files, for implementations in any language; docs/vectors.md describes them.",
+        epilog="example: conformance vectors write vectors && ./my_kernel vectors answers && "
+        "conformance vectors check vectors answers",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    writing = verbs.add_parser("write", help="write a folder of vectors")
+    writing.add_argument("folder", metavar="DIR", help="a new folder")
+    writing.add_argument("--level", default="quick", choices=LEVELS)
+    checking = verbs.add_parser("check", help="judge a folder of answers")
+    checking.add_argument("folder", metavar="DIR", help="what `write` wrote")
+    checking.add_argument("answers", metavar="ANSWERS", help="a folder with <id>.safetensors for each vector")
+    checking.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    for one in (writing, checking):
+        one.add_argument("--case", metavar="TEXT", help="only vectors whose id contains TEXT, or of function TEXT")
+        one.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    from . import summary
+
+    options = _parser().parse_args(argv)
+    if options.verb == "write":
+        manifest = write(options.folder, options.level, options.case)
+        size = sum(file.stat().st_size for file in Path(options.folder).rglob("*") if file.is_file())
+        print(f"{len(manifest['vectors'])} vectors, {size / 1e6:.1f} MB, in {options.folder}")
+        return 0
+    results, strangers = check(options.folder, options.answers, options.case)
+    if strangers:
+        print(
+            f"conformance vectors: {len(strangers)} answers belong to no vector, {strangers[0]} first", file=sys.stderr
+        )
+    facts = {results[0].target: {"vectors": len(results)}}
+    if options.json != "-":
+        summary.print_run(results, facts)
+    if options.json:
+        level = read_manifest(options.folder)["level"]
+        summary.write_json(options.json, summary.document(results, facts, level))
+    return int(bool(strangers) or any(result.status == FAILED for result in results))
