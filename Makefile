@@ -14,11 +14,12 @@ $(VENV)/installed-$(EXTRAS): pyproject.toml constraints.txt
 
 install: $(VENV)/installed-$(EXTRAS)
 
+# One process per core, a file at a time; one thread in each, since every case is small.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 slow: install
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 demo: install
 	$(BIN)/python -m conformance demo
