@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -11,13 +12,14 @@ from flax import nnx
 
 from core_numpy.contract.checks import model as checks
 from core_numpy.contract.config import ModelConfig
+from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
 from . import encodings, layers, random
 from .arrays import from_numpy, to_numpy, values
 from .block import Block, make_rotary
 from .cache import KVCache, close_cache, open_cache
-from .modules import Initial, Norm, drop, matmul
+from .modules import Initial, Norm, Stored, drop, matmul
 
 
 class Table(nnx.Module):
@@ -167,6 +169,7 @@ class Transformer(Stack):
     """
 
     parameter_table = staticmethod(model_parameters)
+    family: str | None = None
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None):
         initial = Initial.of(seed, config, model_parameters, dtype, device, model=True)
@@ -177,6 +180,22 @@ class Transformer(Stack):
             self.decoder.build(config.stack("decoder"), initial.at("decoder"))
         else:
             self.build(config, initial)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, dtype: str = "float32", device: Any = None
+    ) -> Transformer:
+        """The model of a Hugging Face folder in `dtype`. Rules: core_numpy.model."""
+        source = Pretrained(folder)
+        values: Any = Stored.of(source, dtype, device)
+        model = cls(source.config, seed=values)
+        model.family = source.family
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, family: str | None = None) -> None:
+        """Write `config.json` and `model.safetensors`. Rules: core_numpy.model."""
+        own = named_parameters(self)
+        write_pretrained(folder, self.config, lambda name: to_numpy(own[name][...]), family or self.family)
 
     def __call__(
         self, tokens: jax.Array, *, mask=None, kv_lengths=None, segments=None, positions=None,

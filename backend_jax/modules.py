@@ -15,6 +15,7 @@ from flax import nnx
 from core_numpy.contract.checks.common import require_x64
 from core_numpy.contract.checks.model import check_module
 from core_numpy.contract.config import BlockConfig
+from core_numpy.contract.families import Pretrained
 from core_numpy.contract.parameters import Parameter, name_hash
 
 from . import layers, random
@@ -62,6 +63,28 @@ class Initial:
     def optional(self, name: str) -> nnx.Param | None:
         """The parameter `name`, or None where the configuration has none."""
         return self.parameter(name) if self.has(name) else None
+
+
+class Stored(Initial):
+    """Values that are read instead of drawn, each when its parameter is made."""
+
+    def __init__(self, table: Any, read: Callable[[str], np.ndarray], dtype: str, device: Any, prefix: str = ""):
+        self._table, self._read, self.dtype, self._device, self._prefix = table, read, dtype, device, prefix
+
+    @classmethod
+    def of(cls, source: Pretrained, dtype: str, device: Any) -> Stored:  # type: ignore[override]
+        """The values of a checked folder."""
+        check_module(source.config, 0, dtype, model=True)
+        require_x64("dtype", dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        return cls(source.shapes, source.read, dtype, find_device(device))
+
+    def at(self, name: str) -> Stored:
+        return Stored(self._table, self._read, self.dtype, self._device, f"{self._prefix}{name}.")
+
+    def parameter(self, name: str) -> nnx.Param:
+        # A copy that nobody else has: JAX may use its memory as it is, and the file's may be let go.
+        array = np.array(self._read(f"{self._prefix}{name}"), dtype=jnp.dtype(self.dtype), order="C")
+        return nnx.Param(jax.device_put(array, self._device))
 
 
 def _draw(key: jax.Array, bound: float, shape: tuple[int, ...]) -> np.ndarray:

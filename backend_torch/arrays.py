@@ -23,6 +23,15 @@ def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> torch
     return tensor.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
 
 
+def borrow(x: np.ndarray) -> torch.Tensor:
+    """A tensor on x's own memory, to be read at once; a copy only where torch cannot address it."""
+    if not x.flags.aligned:
+        x = np.array(x)
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
 def to_numpy(x: torch.Tensor) -> np.ndarray:
     """The values as a NumPy array on the host; bfloat16 becomes ml_dtypes.bfloat16, bit for bit."""
     host = x.detach().cpu().resolve_conj().resolve_neg()

@@ -6,6 +6,7 @@ kept, so tools that look for them (LoRA, quantisation, sharding) find them.
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from core_numpy.contract.checks.model import check_model_call, check_module, check_params
 from core_numpy.contract.config import BlockConfig, ModelConfig
+from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
-from .arrays import from_numpy, to_numpy, values
+from .arrays import borrow, from_numpy, to_numpy, values
 from .block import Block, Norm, dropout_key_of, dtype_of, parts, rotary_of
 from .cache import KVCache
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
@@ -168,6 +170,8 @@ class Transformer(Stack):
     model(tokens): (B, T) -> (B, T, V) logits, (B, classes), or (B, T, W) with head="none".
     """
 
+    family: str | None = None
+
     def __init__(self, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
         super().__init__()
         check_module(config, seed, dtype, model=True)
@@ -179,6 +183,28 @@ class Transformer(Stack):
         else:
             self.build(config, dtype, cross=False)
         initialise(self, model_parameters(config), seed, device)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, dtype: str = "float32", device: Any = None
+    ) -> Transformer:
+        """The model of a Hugging Face folder in `dtype`, in eval mode. Rules: core_numpy.model.
+
+        Each parameter is copied from the mapped file straight into its place.
+        """
+        source = Pretrained(folder)
+        model = cls(source.config, dtype=dtype, device="meta")
+        model.to_empty(device=torch.get_default_device() if device is None else device)
+        with torch.no_grad():
+            for name, p in named(model).items():
+                turn(model, name, p).copy_(borrow(source.read(name)))
+        model.family = source.family
+        return model.eval()
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, family: str | None = None) -> None:
+        """Write `config.json` and `model.safetensors`. Rules: core_numpy.model."""
+        own = named(self)
+        write_pretrained(folder, self.config, lambda name: to_numpy(turn(self, name, own[name])), family or self.family)
 
     @property
     def dtype(self) -> str:

@@ -17,10 +17,15 @@ without a head, sees both ways and counts its own positions from 0.
 model-9: attention maps are the weights of self-attention (the decoder's), before dropout.
 model-10: parameters go in and out by name, all of them or none; a wrong name, shape or dtype is refused, all in one
 sentence.
+model-11: a pretrained model has the numbers of the family's own library: every field of its config is read or refused,
+every tensor is a parameter or ignored by name, and a model is made whole or not at all.
+model-12: what is written is read again as the same model, by this package and by the family's own library. The family
+is the one asked for, else the one the model was read from, else the first that can say the configuration.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +35,7 @@ from .block import Block, BranchKept, Scene
 from .cache import KVCache
 from .contract.checks.model import check_model_call, check_params
 from .contract.config import ModelConfig
+from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
 from .encodings import alibi_bias, dtype_of, relative_bias, sinusoidal_encoding
 from .modules import Module, Norm, Table, Values, below, dropped, initial_values, own_rotary, wide
@@ -64,10 +70,32 @@ class Transformer(Module):
     """
 
     embedding: Table
+    family: str | None = None
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> None:
         self.refuse(config, seed, dtype, device, model=True)
         self.assemble(config, initial_values(model_parameters(config), seed, dtype), dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, dtype: str = "float32", device: Any = None
+    ) -> Transformer:
+        """The model of a Hugging Face folder, `config.json` and `*.safetensors`, in `dtype`.
+
+        Refused: `contract.families.Pretrained`. Rules: model-11.
+        """
+        source = Pretrained(folder)
+        cls.refuse(source.config, 0, dtype, device, model=True)
+        values = {name: np.array(source.read(name), dtype=dtype_of(dtype), order="C") for name in source.shapes}
+        model = cls.__new__(cls)
+        model.assemble(source.config, values, dtype)
+        model.family = source.family
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, family: str | None = None) -> None:
+        """Write `config.json` and `model.safetensors` as the family's own library reads them. Rules: model-12."""
+        own = self.parameters()
+        write_pretrained(folder, self.config, own.__getitem__, family or self.family)
 
     def assemble(self, config: ModelConfig, values: Values, dtype: str, *, cross: bool = False) -> None:
         """Take the parameters of `values`; `cross` where the blocks attend to an encoder."""

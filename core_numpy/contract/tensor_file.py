@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16"
           "uint64", "uint32", "uint16", "uint8", "bool")  # fmt: skip
 # The library's own limit; an honest header of that size would describe about a million tensors.
 HEADER_LIMIT = 100_000_000
+# Name, dtype and shape of each tensor, in the order of the data.
+Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -156,6 +158,30 @@ def encode_tensors(what: str, tensors: Mapping[str, np.ndarray], metadata: Mappi
     return require_package("safetensors.numpy").save(ready, metadata=text or None)
 
 
+def write_stream(path: Path, layout: Layout, arrays: Iterable[np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file one array at a time, whole or not at all; never more than one is needed in memory.
+
+    layout: name, dtype and shape of each of `arrays`, in their order; an array that does not fit is a ValueError.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    words = dict(zip(DTYPES, ITEM_SIZES, strict=True))
+    end = 0
+    for name, dtype, shape in layout:
+        begin, end = end, end + math.prod(shape) * ITEM_SIZES[words[dtype]]
+        header[name] = {"dtype": words[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8, as the library writes them
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for (name, dtype, shape), array in zip(layout, arrays, strict=True):
+            if array.dtype.name != dtype or array.shape != tuple(shape):
+                raise ValueError(f"{name} must be {dtype} {tuple(shape)}; got {array.dtype.name} {array.shape}")
+            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+    _write(path, pieces())
+
+
 def temporary_name(path: Path) -> Path:
     """A name beside `path` that says which process of which machine writes it."""
     host = "".join(c for c in socket.gethostname() if c.isalnum() or c in "_-") or "host"
@@ -167,19 +193,25 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
     A temporary file beside it, flushed to the disk, renamed over it, and the directory flushed.
     """
-    path = Path(path)
+    _write(Path(path), (data,))
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         flush_directory(path.parent)
     except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+    finally:
+        # Gone after the rename; still there where something was raised.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 
 def flush_directory(path: Path) -> None:

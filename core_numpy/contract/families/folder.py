@@ -1,0 +1,149 @@
+"""A folder with `config.json` and `*.safetensors`: everything proven consistent before a tensor is looked at.
+
+Tensors come as views into the file, mapped one at a time and let go with the view, so a model is never in memory
+twice. Pickles are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..tensor_file import PICKLED, Layout, check_header, require_package, write_stream, write_whole
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies; dtype is the file's own word."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """`config.json` as a dict."""
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist: expected a folder with {CONFIG} and *.safetensors")
+    path = folder / CONFIG
+    if not folder.is_dir() or not path.exists():
+        raise FileNotFoundError(f"{folder} has no {CONFIG}: expected a folder with {CONFIG} and *.safetensors")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not sound JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold an object; got {type(fields).__name__}")
+    return fields
+
+
+def read_entries(folder: Path) -> dict[str, Stored]:
+    """Name -> place of every tensor of the folder, over all its files."""
+    found: dict[str, Stored] = {}
+    expected = _index(folder)
+    for path in _files(folder, expected):
+        for name, stored in _entries(path):
+            if name in found:
+                raise ValueError(f"{name} is in both {found[name].path.name} and {path.name} of {folder}")
+            found[name] = stored
+    if expected is not None:
+        wrong = [name for name in expected if name not in found or found[name].path.name != expected[name]]
+        wrong += [name for name in found if name not in expected]
+        if wrong:
+            raise ValueError(f"{folder / INDEX} and the files it names do not agree about {_listed(wrong)}")
+    return found
+
+
+def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is not None:
+        return [folder / name for name in sorted(set(index.values()))]
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    if others:
+        raise ValueError(f"{folder} has {len(others)} *.safetensors files and no {INDEX} that says what each holds")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+    if pickles:
+        raise ValueError(
+            f"{folder} has no *.safetensors, only pickled weights ({_listed(pickles)}), and unpickling runs whatever "
+            "code the file holds: they are not read; convert them with the program that wrote them"
+        )
+    raise FileNotFoundError(f"{folder} has no *.safetensors")
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(place) for name, place in places.items()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index: expected an object weight_map of names to files ({error})") from error
+    # An index must not lead out of its folder.
+    odd = [place for place in names.values() if Path(place).name != place or not place.endswith(".safetensors")]
+    if odd:
+        raise ValueError(f"{path} must name *.safetensors files beside it; got {odd[0]!r}")
+    return names
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Stored]]:
+    entries, _ = check_header(path)
+    with open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    for name, facts in entries.items():
+        yield name, Stored(path, facts["dtype"], tuple(facts["shape"]), start + facts["data_offsets"][0])
+
+
+def view(stored: Stored) -> np.ndarray:
+    """The tensor as it lies in the file, mapped copy-on-write: nobody who writes into it changes the file."""
+    name = _DTYPES.get(stored.dtype)
+    if name is None:
+        raise ValueError(f"{stored.path} has a tensor of dtype {stored.dtype}; expected {', '.join(_DTYPES)}")
+    dtype = np.dtype(require_package("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+    if 0 in stored.shape:
+        return np.empty(stored.shape, dtype)
+    return np.memmap(stored.path, dtype, "c", stored.offset, stored.shape)
+
+
+def has_nan(x: np.ndarray) -> bool:
+    """Whether any number is NaN, at the speed of reading it."""
+    if not x.size:
+        return False
+    if x.dtype.itemsize == 2:
+        # All exponent bits and a bit more: as integers, above infinity. In pieces, because each needs memory.
+        limit = 0x7F80 if x.dtype.name == "bfloat16" else 0x7C00
+        flat = x.view(np.uint16).reshape(-1)
+        return any(int((flat[i : i + (1 << 20)] & 0x7FFF).max()) > limit for i in range(0, flat.size, 1 << 20))
+    return bool(np.isnan(np.max(x)))
+
+
+def write_folder(
+    folder: str | os.PathLike[str], fields: dict[str, Any], layout: Layout, arrays: Iterable[np.ndarray]
+) -> None:
+    """Write both files; layout and arrays are what `tensor_file.write_stream` takes."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: expected a folder to write {CONFIG} and {SINGLE} into")
+    if (path / INDEX).exists():
+        raise ValueError(f"{path} holds {INDEX} of another model, which readers would follow: take an empty folder")
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    write_stream(path / SINGLE, layout, arrays, metadata={"format": "pt"})
+    write_whole(path / CONFIG, text.encode())
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
