@@ -52,14 +52,19 @@ def run_case(case: Case, target: Target, level: str = "full") -> Iterator[Result
     At "quick" a target whose calls are compiled first (a second each) gets float64 with one of its kernels and one
     other dtype with the kernel of its own choice; which, turns with the case, so that every combination is met.
     """
-    for dtype, kernel in _combinations(case, target, level):
-        if dtype not in target.dtypes():
-            yield judged(case, target, dtype, "auto", _no_dtype(dtype))
-        else:
-            yield judge(case, target, dtype, kernel)
+    for dtype, kernel in calls(case, target, level):
+        yield judge_call(case, target, dtype, kernel)
 
 
-def _combinations(case: Case, target: Target, level: str) -> list[tuple[str, str]]:
+def judge_call(case: Case, target: Target, dtype: str, kernel: str) -> Result:
+    """One call, judged; a dtype that the target does not serve is not offered."""
+    if dtype in target.dtypes():
+        return judge(case, target, dtype, kernel)
+    return judged(case, target, dtype, "auto", _no_dtype(dtype))
+
+
+def calls(case: Case, target: Target, level: str) -> list[tuple[str, str]]:
+    """The dtypes and kernels in which a case is called on a target."""
     # A literal and an unchanged value need no more than float64 and float32; a refusal one dtype.
     dtypes = case.dtypes[: {"agrees": None, "refuses": 1}.get(case.verb, 2)]
     if without_floats(case):

@@ -2,8 +2,9 @@
 
 A target is an importable module with some of the public names (`attention` alone is enough), or any object that has
 them. It may say of itself: `FRAMEWORK`, which arrays it takes: "numpy" (the default), "torch" or "jax"; `DTYPES`, the
-dtypes it serves; `REFUSALS = True`, that it promises the contract's refusals; and it may raise `NotOffered` for a
-combination that it does not serve. What it lacks is reported as not offered, never as passed.
+dtypes it serves; `REFUSALS = True`, that it promises the contract's refusals; and it may raise `NotOffered`, or
+NotImplementedError, for a combination that it does not serve. What it lacks is reported as not offered, never as
+passed.
 """
 
 from __future__ import annotations
@@ -134,7 +135,12 @@ class Target:
 
     def _run(self, function: str, positional: list[Any], rest: dict[str, Any]) -> Any:
         with np.errstate(all="ignore"):
-            return getattr(self.module, function)(*positional, **rest)
+            try:
+                return getattr(self.module, function)(*positional, **rest)
+            except NotImplementedError as error:  # the plain way to say it; ours promise everything
+                if self.name in OURS.values():
+                    raise
+                raise NotOffered(str(error) or "NotImplementedError") from error
 
     def _named(self, function: str, got: Any) -> dict[str, np.ndarray]:
         names = FUNCTIONS[function].results

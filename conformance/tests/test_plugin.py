@@ -1,0 +1,86 @@
+"""The pytest plugin: one test per call, ids that select, quiet where nobody asked for it. Each test is a pytest run."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL = """
+import numpy as np
+DTYPES = ("float64", "float32")
+def silu(x):
+    return x / (1 + np.exp(-x))
+def relu(x):
+    return np.abs(x)
+"""
+INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="conformance"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A pytest of its own in a folder with `my_kernel.py`; (exit status, output)."""
+    (tmp_path / "my_kernel.py").write_text(KERNEL)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    loaded = [] if INSTALLED else ["-p", "conformance.plugin"]
+
+    def go(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", *loaded, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    return go
+
+
+def count(word, output):
+    found = re.search(rf"(\d+) {word}", output.splitlines()[-1])
+    return int(found[1]) if found else 0
+
+
+def test_each_call_of_a_case_is_a_test_and_what_is_lacking_is_skipped(run):
+    status, output = run("--pyargs", "conformance", "--target", "my_kernel", "-rfs")
+    assert status == 1
+    assert count("failed", output) == 2 and count("passed", output) == 2 and count("skipped", output) > 400
+    assert "FAILED conformance.plugin::my_kernel::relu[float64-auto]" in output
+    assert "relu, float64, kernel auto: out must be exactly 0.0 at (0,); got 1.5" in output
+    assert "layers-8: the derivative at 0 is 0" in output
+    assert "not offered: no bfloat16" in output and "not offered: no function attention" in output
+    assert "test_plugin" not in output and "Traceback" not in output
+
+
+def test_an_id_selects_one_test_and_keywords_select_by_function(run):
+    one = "conformance.plugin::my_kernel::silu[float32-auto]"
+    status, output = run("--pyargs", one, "--target", "my_kernel", "-v")
+    assert status == 0 and count("passed", output) == 1
+    status, output = run("--pyargs", "conformance", "--target", "my_kernel", "-k", "relu and float32")
+    assert status == 1 and count("failed", output) == 1 and count("passed", output) == 0
+
+
+@pytest.mark.slow
+def test_workers_of_xdist_collect_the_same(run):
+    pytest.importorskip("xdist")
+    status, output = run("--pyargs", "conformance", "--target", "my_kernel", "-n", "2", "-k", "silu or relu-")
+    assert status == 0 and count("passed", output) == 2 and "Different tests were collected" not in output
+
+
+def test_a_target_that_cannot_be_loaded_ends_the_run_in_one_line(run):
+    status, output = run("--pyargs", "conformance", "--target", "no_such_kernel")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert output.strip().splitlines()[-1].startswith("ERROR: target 'no_such_kernel' cannot be imported")
+
+
+def test_it_leaves_other_tests_and_other_options_alone(run, tmp_path):
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--target')\n")
+    (tmp_path / "test_mine.py").write_text(
+        "import sys\ndef test_mine(pytestconfig):\n    assert pytestconfig.getoption('--target') == 'moon'\n"
+        "    assert 'numpy' not in sys.modules or 'conformance.runner' not in sys.modules\n"
+    )
+    status, output = run("--target", "moon")
+    assert status == 0 and count("passed", output) == 1
+    status, output = run("--conformance-target", "my_kernel")
+    assert status == pytest.ExitCode.USAGE_ERROR and "add `--pyargs conformance`" in output
