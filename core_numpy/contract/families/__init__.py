@@ -86,8 +86,8 @@ class Pretrained:
         for name in self._stored:
             if name in used or any(re.fullmatch(pattern, name) for pattern in family.ignored):
                 continue
-            first = family.aliases.get(name)
-            if first is None or first not in self._stored:
+            first = self._found(family, family.aliases.get(name, ""))
+            if first not in self._stored:
                 problems.append(f"{name} is not a tensor of this model")
             elif not _same(self._stored[name], self._stored[first]):
                 problems.append(f"{name} differs from {first}, which the config ties it to")
