@@ -11,6 +11,7 @@ except ImportError as error:
 from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
 from core_numpy.contract.cost import attention_cost, step_cost
 from core_numpy.contract.files import load_params, save_params
+from core_numpy.contract.interop import import_params
 
 from .arrays import describe, from_numpy, to_numpy, wait
 from .attention import (
@@ -87,6 +88,7 @@ __all__ = [
     "gelu",
     "generate",
     "get_params",
+    "import_params",
     "key",
     "layer_norm",
     "load_params",

@@ -17,6 +17,7 @@ from .cache import KVCache, generate
 from .contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
 from .contract.cost import attention_cost, step_cost
 from .contract.files import load_params, save_params
+from .contract.interop import import_params
 from .encodings import (
     alibi_bias,
     alibi_slopes,
@@ -109,6 +110,7 @@ __all__ = [
     "gelu_vjp",
     "generate",
     "get_params",
+    "import_params",
     "key",
     "layer_norm",
     "layer_norm_vjp",
