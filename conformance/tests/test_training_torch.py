@@ -311,10 +311,12 @@ def test_auto_runs_eager_on_a_cpu_and_says_so(caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"dropout": 0.3, "positions": "rotary", "head_dim": 6, "window": (3, 0)}])
-def test_compiled_steps_are_the_eager_steps(more):
-    reference, _ = trainers(more)
-    _, trainer = trainers(more, compile=True)
+# torch's own compiler still uses its old one while it is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_steps_are_the_eager_steps():
+    reference, _ = trainers()
+    config = B.TrainConfig(**{**reference.config.to_dict(), "betas": reference.config.betas, "compile": True})
+    trainer = B.Trainer(B.Transformer(reference.model.config, seed=3, dtype="float64"), config)
     assert trainer.compiled
     for batch in batches(3):
         want, got = reference.step(batch), trainer.step(batch)
@@ -397,12 +399,13 @@ def test_dropout_is_the_references_mask_and_rate_one_is_zero():
 
 
 def test_cross_entropy_ignores_what_is_not_counted_even_where_it_is_nan():
-    logits = torch.zeros(3, 4, requires_grad=True)
-    poisoned = torch.cat([logits[:2], torch.full((1, 4), torch.nan)])
+    poisoned = torch.zeros(3, 4)
+    poisoned[2] = torch.nan
+    poisoned.requires_grad_()
     loss = B.cross_entropy(poisoned, torch.tensor([1, 2, -100]), z_loss=0.5)
     loss.backward()
     assert loss.item() == pytest.approx(np.log(4) + 0.5 * np.log(4) ** 2, rel=1e-6)
-    assert torch.isfinite(logits.grad).all()
+    assert torch.isfinite(poisoned.grad).all() and not poisoned.grad[2].any()
     nothing = B.cross_entropy(poisoned, torch.full((3,), -100))
     assert nothing.item() == 0.0
 
