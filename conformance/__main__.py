@@ -20,8 +20,11 @@ OURS = {"core_numpy": None, "backend_torch": "torch", "backend_jax": "jax"}
 VERBS = {
     "run": "every case on every target (the default)",
     "zoo": "every known fault, planted: which cases catch it",
+    "peers": "what others wrote, judged feature by feature",
     "vectors": "cases as plain files, for implementations in any language: write, check",
     "race": "training speed of the frameworks, side by side",
+    "lab": "the course's claims, each measured: table, picture, held or not",
+    "maps": "attention maps of a model on a text, as pictures",
     "demo": "conformance, training and a race in one HTML report",
 }
 
@@ -72,7 +75,7 @@ def _run_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    from . import summary
+    from . import deviations, summary
     from .runner import ABSENT, FAILED
     from .workers import TIMEOUT, cores, judge_targets, selected
 
@@ -93,7 +96,8 @@ def run(argv: Sequence[str]) -> int:
     with _progress(len(names) * len(cases), quiet=options.json == "-") as advance:
         jobs = options.jobs or cores()
         judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite)
-    results = [result for name in names for result in judged[name][0]]
+    whole = not options.case
+    results = [r for name in names for r in deviations.apply(name, judged[name][0], whole=whole)]
     facts = {judged[name][0][0].target if judged[name][0] else name: judged[name][1] for name in names}
     if options.json != "-":
         summary.print_run(results, facts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..race.table import HEADINGS, table_rows
 
-FAILED, ABSENT = "failed", "not offered"
+FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
 # A page is read by people; the JSON document holds everything.
 MOST_FAILURES = 200
 CLOSEST = 10
