@@ -17,7 +17,7 @@ from .tiles import Problem, flash_backward, flash_forward, own_backward, own_for
 from .visibility import Visibility, part
 
 # Scores alive at a time in the own path, in elements; 2^20 are 4 MiB in float32. Measured on one core with a soft cap,
-# forward and backward, T 1024 and 2048: 2^19 to 2^23 are within a tenth of each other, 2^16 takes up to two thirds more.
+# forward and backward, T 1024 and 2048: 2^19 to 2^23 are within a tenth of each other, 2^16 takes up to 1.6 times.
 ALIVE = 1 << 20
 # Rows of a masked piece for the fused kernel: its mask is rows times keys, and a band is as much wider than its window.
 ROWS = 256

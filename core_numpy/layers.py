@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import expit, ndtr
 
 from .contract.checks.layers import (
     check_activation,
@@ -37,6 +36,7 @@ from .contract.checks.layers import (
 )
 from .random import uniform
 from .rounding import rounded
+from .special import expit, ndtr
 
 # sqrt(2 / pi) and the cubic's factor of Hendrycks and Gimpel's approximation.
 TANH_SCALE = math.sqrt(2.0 / math.pi)

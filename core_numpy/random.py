@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import erfinv
 
 from .contract.checks.attention import check_key
 from .contract.checks.random import (
@@ -32,6 +31,7 @@ from .contract.checks.random import (
     check_seed,
     check_shape,
 )
+from .special import erfinv
 
 # Distances of rotation and the parity constant of the key schedule, from the paper's reference code (Random123).
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))

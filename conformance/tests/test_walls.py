@@ -59,6 +59,14 @@ def test_importing_one_package_imports_no_other_framework(package, absent):
     assert not absent & set(run.stdout.split())
 
 
+def test_importing_the_reference_waits_for_nothing_that_few_calls_need():
+    code = "import sys, core_numpy; print(*sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    # SciPy's special functions alone take longer than all the rest.
+    late = {"scipy.special", "ml_dtypes", "safetensors", "torch", "jax", "matplotlib", "rich"}
+    assert not late & set(run.stdout.split())
+
+
 def definitions(package: str, name: str) -> list[str]:
     """The public functions and classes of a file, in order."""
     tree = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import expit, ndtr
 
 from ..contract.checks.layers import (
     check_activation,
@@ -22,6 +21,7 @@ from ..contract.checks.layers import (
 )
 from ..layers import TANH_CUBIC, TANH_SCALE, drop, log_sum_exp, softmax
 from ..rounding import rounded
+from ..special import expit, ndtr
 
 Gradients = dict[str, np.ndarray]
 
