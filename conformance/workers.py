@@ -1,7 +1,8 @@
 """One process per target: frameworks do not share threads, and a target that dies or hangs takes no other with it.
 
-A process sends each result as it has it. One that is silent for longer than the time-out, or that dies, is ended; the
-case it was at fails, and a new process goes on with the next.
+Each target's cases are dealt out to as many processes as run at a time. A process sends each result as it has it.
+One that is silent for longer than the time-out, or that dies, is ended; the case it was at fails, and a new process
+goes on with the next.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ TIMEOUT = 120.0
 IMPORT_TIMEOUT = 180.0
 # A function that hung or died this often is not asked again: three hundred time-outs would last a night.
 MOST_LOST = 3
+# Where the signatures stand in the order of a run: behind all cases.
+SURFACE = 10**9
 
 
 def cores() -> int:
@@ -92,8 +95,8 @@ def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: s
             pipe.send(("case", index))
             for result in results_of(case, target, level):
                 pipe.send(("result", result))
-        pipe.send(("case", None))
-        if not pattern and suite is None:
+        pipe.send(("case", SURFACE))
+        if not pattern and suite is None and SURFACE not in skip:
             for result in run_surface(target):
                 pipe.send(("result", result))
         pipe.send(("done", target.describe()))
@@ -108,10 +111,11 @@ class _Run:
 
     name: str
     cases: list[Any]
+    others: frozenset[int] = frozenset()
     target: str = ""
-    results: dict[int | None, list[Result]] = field(default_factory=dict)
+    results: dict[int, list[Result]] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
-    at: int | None = None
+    at: int = SURFACE
     ready: bool = False
     facts: dict[str, Any] | None = None
     process: Any = None
@@ -120,11 +124,11 @@ class _Run:
 
     def start(self, context: Any, level: str, pattern: str | None, suite: str | None) -> None:
         self.pipe, theirs = context.Pipe(duplex=False)
-        arguments = (self.name, level, pattern, suite, {i for i in self.results if i is not None}, theirs)
+        arguments = (self.name, level, pattern, suite, self.others | set(self.results), theirs)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
-        self.ready, self.at, self.deadline = False, None, time.monotonic() + IMPORT_TIMEOUT
+        self.ready, self.at, self.deadline = False, SURFACE, time.monotonic() + IMPORT_TIMEOUT
 
     def end(self) -> None:
         """Ends the process, and whatever it started."""
@@ -138,7 +142,7 @@ class _Run:
 
     def lose(self, why: str) -> None:
         """The case it was at fails, and those of a function that was lost too often."""
-        if not self.ready or self.at is None:
+        if not self.ready or self.at == SURFACE:
             raise (RuntimeError if self.ready else ImportError)(f"target {self.name!r}: its process {why}")
         case = self.cases[self.at]
         self.results[self.at].append(_lost(case, self.target, f"its process {why}"))
@@ -147,12 +151,23 @@ class _Run:
             return
         why = f"was not asked: {MOST_LOST} cases of {case.function} were lost before"
         for index, other in enumerate(self.cases):
-            if other.function == case.function and index not in self.results:
+            if other.function == case.function and index not in self.results and index not in self.others:
                 self.results[index] = [_lost(other, self.target, why)]
 
-    def finished(self) -> tuple[list[Result], dict[str, Any]]:
-        order = [*range(len(self.cases)), None]
-        return [result for index in order for result in self.results.get(index, [])], self.facts or {}
+
+def _dealt(name: str, cases: list[Any], parts: int) -> list[_Run]:
+    """One run per part, each with every `parts`-th case; the first has the signatures too."""
+    runs = []
+    for part in range(parts):
+        others = {i for i in range(len(cases)) if i % parts != part} | ({SURFACE} if part else set())
+        runs.append(_Run(name, cases, frozenset(others)))
+    return runs
+
+
+def _joined(runs: list[_Run]) -> tuple[list[Result], dict[str, Any]]:
+    """The results of a target's parts in the order of its cases, and what it says of itself."""
+    found = sorted((index, part) for part, run in enumerate(runs) for index in run.results)
+    return [result for index, part in found for result in runs[part].results[index]], runs[0].facts or {}
 
 
 def _lost(case: Any, target: str, why: str) -> Result:
@@ -179,9 +194,11 @@ def judge_targets(
     settings = THREADS | (QUICK if level == "quick" else {})
     kept = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    waiting = [_Run(name, selected(level, pattern, suite)) for name in names]
+    cases = selected(level, pattern, suite)
+    # A target that few cases are asked of is not worth importing twice.
+    parts = {name: _dealt(name, cases, max(1, min(jobs, len(cases) // 20))) for name in names}
+    waiting = [run for name in names for run in parts[name]]
     running: list[_Run] = []
-    done: dict[str, tuple[list[Result], dict[str, Any]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -195,13 +212,12 @@ def judge_targets(
                         run.start(context, level, pattern, suite)
                     else:
                         running.remove(run)
-                        done[run.name] = run.finished()
     finally:
         for run in running:
             run.end()
         for key, old in kept.items():
             os.environ.pop(key) if old is None else os.environ.__setitem__(key, old)
-    return {name: done[name] for name in names}
+    return {name: _joined(parts[name]) for name in names}
 
 
 def _listen(run: _Run, seen: Callable[[str], None], timeout: float) -> bool:
@@ -227,7 +243,7 @@ def _take(run: _Run, kind: str, value: Any, seen: Callable[[str], None]) -> bool
     if kind == "ready":
         run.ready, run.target = True, value
     elif kind == "case":
-        if value is not None:
+        if value != SURFACE:
             seen(f"{run.name} {run.cases[value].id}")
         run.at = value
         run.results[value] = []

@@ -60,7 +60,7 @@ def test_a_module_with_attention_alone_is_a_target_and_lacks_the_rest(module):
         ("float64", PASSED), ("float32", PASSED), ("bfloat16", ABSENT), ("float16", ABSENT)
     ]  # fmt: skip
     assert {r.detail for r in results if r.status == ABSENT} == {"no bfloat16", "no float16"}
-    assert {r.detail for r in judge(name, "attention-causal")} == {
+    assert {r.detail for r in judge(name, "attention-causal") if r.case == "attention-causal"} == {
         "no function attention_with_lse",
         "no bfloat16",
         "no float16",
@@ -207,7 +207,7 @@ def test_a_missing_target_ends_the_command_with_3_and_one_line(capfd):
     [
         ("    return (e / e.sum(axis, keepdims=True))[..., :1]", "out must have shape"),
         ("    return (e / e.sum(axis, keepdims=True)).astype(np.float16)", "out must have dtype float64; got float16"),
-        ("    return np.full_like(e, np.nan)", "got np.float64(nan)"),
+        ("    return np.full_like(e, np.nan)", "got nan"),
         ("    return (e / e.sum(axis, keepdims=True)).tolist()", "softmax must return one array; got a list"),
         ("    return (e / e.sum(axis, keepdims=True),)", "softmax must return one array; got a tuple"),
         ("    return 'soft'", "a result must be a NumPy array; got builtins.str"),
