@@ -20,6 +20,7 @@ OURS = {"core_numpy": None, "backend_torch": "torch", "backend_jax": "jax"}
 VERBS = {
     "run": "every case on every target (the default)",
     "zoo": "every known fault, planted: which cases catch it",
+    "diagnose": "what is wrong with a target: its outputs against every known fault",
     "peers": "what others wrote, judged feature by feature",
     "vectors": "cases as plain files, for implementations in any language: write, check",
     "race": "training speed of the frameworks, side by side",

@@ -21,6 +21,7 @@ import numpy as np
 from . import budget
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
 from .inputs import build, generator, rounded, widened
+from .memory import remembered
 from .oracle import reference
 from .rows import LEVELS
 from .runner import Result, judged
@@ -157,7 +158,7 @@ def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally) -> N
         model.eval()
     exact = {name: widened(x) for name, x in params.items()}
     given = forward_arguments(batch, call)
-    _judge_forward(target, model, mine, exact, batch, given, dtype, tally)
+    _judge_forward(case, target, model, mine, exact, batch, given, dtype, tally)
     if "targets" not in batch or call:
         return
     _judge_gradients(case, target, model, mine, exact, batch, dtype, tally)
@@ -178,9 +179,17 @@ def forward_expected(
 
 
 def _judge_forward(
-    target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, given: dict[str, Any], dtype: str, tally: Tally
+    case: ModelCase,
+    target: Target,
+    model: Any,
+    mine: Any,
+    exact: Arrays,
+    batch: Arrays,
+    given: dict[str, Any],
+    dtype: str,
+    tally: Tally,
 ) -> None:
-    want, bounds = forward_expected(mine, exact, batch, given, dtype)
+    want, bounds = remembered(("forward", case.id, dtype), lambda: forward_expected(mine, exact, batch, given, dtype))
     native = {name: target.native(x) for name, x in given.items()}
     got = target.numpy(model(target.native(batch["tokens"]), **native))
     check_kind("output", got, want["output"].shape, dtype)
@@ -212,7 +221,9 @@ def gradients_expected(case: ModelCase, mine: Any, exact: Arrays, batch: Arrays,
 def _judge_gradients(
     case: ModelCase, target: Target, model: Any, mine: Any, exact: Arrays, batch: Arrays, dtype: str, tally: Tally
 ) -> None:
-    want, bounds = gradients_expected(case, mine, exact, batch, dtype)
+    want, bounds = remembered(
+        ("gradients", case.id, dtype), lambda: gradients_expected(case, mine, exact, batch, dtype)
+    )
     native = {name: target.native(x) for name, x in batch.items()}
     key = {} if case.dropout is None else {"dropout_key": target.module.key(case.dropout)}
     loss, grads = target.module.loss_and_gradients(model, native, **case.loss, **key)
@@ -243,8 +254,12 @@ def _judge_training(case: ModelCase, target: Target, dtype: str, tally: Tally) -
         {name: build(f"{case.id}/{step}", name, spec) for name, spec in case.batch.items()} for step in range(steps)
     ]
     initial = core.get_params(core.Transformer(config_of(core, case.config), seed=7, dtype=dtype))
-    want = _reference_run(case, initial, batches)
-    bounds = _twin_bounds(case, initial, batches, want, dtype)
+
+    def expected() -> tuple[Arrays, Arrays]:
+        run = _reference_run(case, initial, batches)
+        return run, _twin_bounds(case, initial, batches, run, dtype)
+
+    want, bounds = remembered(("training", case.id, dtype), expected)
     trainer = _trainer(target.module, case, initial, dtype)
     native = [{name: target.native(x) for name, x in batch.items()} for batch in batches]
     records = [trainer.step(batch) for batch in native]

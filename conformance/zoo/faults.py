@@ -14,13 +14,16 @@ class Fault:
     """functions: replacements by public name ("gradients.x_vjp" for a gradient). stands_for: the public kind of fault.
 
     strength: blatant (nearly every input shows it), subtle (small numbers, or few inputs), rare (only at certain
-    sizes, dtypes or combinations).
+    sizes, dtypes or combinations). diagnosis: what to tell its owner, one sentence: what it does, and the contract.
+    refusals: whether the fault is that something is not refused; for the others refusal rows say nothing.
     """
 
     id: str
     stands_for: str
     strength: str
+    diagnosis: str
     functions: Callable[[], dict[str, Any]]
+    refusals: bool = False
 
 
 class Faulty:
@@ -32,6 +35,7 @@ class Faulty:
 
         replaced = fault.functions()
         self._core = core_numpy
+        self.REFUSALS = fault.refusals
         self._replaced = {name: x for name, x in replaced.items() if not name.startswith("gradients.")}
         self.gradients = _Overlay(
             gradients, {name.split(".", 1)[1]: x for name, x in replaced.items() if name.startswith("gradients.")}
@@ -49,3 +53,17 @@ class _Overlay:
 
     def __getattr__(self, name: str) -> Any:
         return self._replaced[name] if name in self._replaced else getattr(self._below, name)
+
+
+# What these get wrong is that they do not refuse.
+_REFUSALS = ("embed-clamps", "layer-dropout-no-key")
+
+# Rows of a file's table: id, the public kind, strength, the changed function(s), diagnosis.
+Row = tuple[str, str, str, dict[str, Any], str]
+
+
+def from_rows(rows: list[Row]) -> list[Fault]:
+    """A fault for each row of a table."""
+    return [
+        Fault(name, why, strength, says, given.copy, name in _REFUSALS) for name, why, strength, given, says in rows
+    ]

@@ -1,11 +1,12 @@
 """Attention written a second time, the plain way, in steps that a planted fault can replace one at a time.
 
 `Naive` is right: it is the honest variant that the suite must not blame. A fault is a subclass that overrides one
-step. Everything is float64 and builds whole (..., H, T, S) arrays.
+step. Everything is float64 and builds whole (..., H, T, S) arrays; an honest variant may compute narrower (`wide`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ class Naive:
         self.a |= {name: value for name, value in arguments.items() if name != "kernel"}
         self.dtype = q.dtype
         self.flat = q.ndim == 2
-        q, k, v = (None if x is None else x.astype(np.float64)[(None,) * self.flat] for x in (q, k, v))
-        assert q is not None and k is not None
+        q, k = (self.wide(x)[(None,) * self.flat] for x in (q, k))
+        v = None if v is None else self.wide(v)[(None,) * self.flat]
         self.H, self.T, self.D = q.shape[-3:]
         self.S = k.shape[-2]
         self.batch = q.shape[:-3]
@@ -40,11 +41,14 @@ class Naive:
         self.v = None if v is None else self.repeat(v)
 
     # --- steps
+    def wide(self, x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float64)
+
     def repeat(self, x: np.ndarray) -> np.ndarray:
         return np.repeat(x, self.H // x.shape[-3], axis=-3)
 
     def scale(self) -> float:
-        return 1.0 / np.sqrt(self.D) if self.a["scale"] is None else self.a["scale"]
+        return 1.0 / math.sqrt(self.D) if self.a["scale"] is None else self.a["scale"]
 
     def raw(self) -> np.ndarray:
         return self.scale() * (self.q @ np.swapaxes(self.k, -1, -2))
@@ -54,7 +58,7 @@ class Naive:
         return s if cap is None else cap * np.tanh(s / cap)
 
     def biased(self, s: np.ndarray) -> np.ndarray:
-        return s if self.a["bias"] is None else s + self.a["bias"].astype(np.float64)
+        return s if self.a["bias"] is None else s + self.wide(self.a["bias"])
 
     def scores(self) -> np.ndarray:
         return self.biased(self.capped(self.raw()))
@@ -76,7 +80,7 @@ class Naive:
     def windowed(self) -> np.ndarray:
         left, right = self.a["window"]
         d = self.distance()
-        return (True if left is None else d >= -left) & (True if right is None else d <= right)
+        return np.asarray((True if left is None else d >= -left) & (True if right is None else d <= right))
 
     def within(self) -> np.ndarray:
         return np.arange(self.S) < self.per_batch(self.a["kv_lengths"])
@@ -107,8 +111,12 @@ class Naive:
             seen = seen & (self.a["bias"].astype(np.float64) != -np.inf)
         return seen
 
+    def counted(self, seen: np.ndarray) -> np.ndarray:
+        """The pairs whose value enters the sum."""
+        return seen
+
     def sink(self) -> np.ndarray | None:
-        return None if self.a["sinks"] is None else self.a["sinks"].astype(np.float64).reshape(-1, 1, 1)
+        return None if self.a["sinks"] is None else self.wide(self.a["sinks"]).reshape(-1, 1, 1)
 
     def softmax(self, s: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sink = self.sink()
@@ -145,7 +153,7 @@ class Naive:
             p, lse = self.softmax(self.scores(), seen)
             out = {"weights": self.shown(p), "lse": lse}
             if self.v is not None:
-                out["out"] = self.product(self.dropped(p), seen)
+                out["out"] = self.product(self.dropped(p), self.counted(seen))
         return out
 
     def shown(self, p: np.ndarray) -> np.ndarray:
