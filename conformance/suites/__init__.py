@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SUITES = {
     "onnx": "onnx_nodes",  # the node cases of the installed onnx package
+    "minilm": "minilm",  # a trained sentence encoder against its home library
 }
 
 
