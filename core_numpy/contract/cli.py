@@ -21,6 +21,7 @@ from .data import byte_tokens, evaluation_batches, split
 from .files import Checkpoint, read_checkpoint
 from .progress import bits_per_byte
 from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, load_text, resume, run, stored_settings
+from .words import Words
 
 NAMES = {"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "jax"}
 
@@ -90,14 +91,21 @@ def build_parser(backend: ModuleType) -> argparse.ArgumentParser:
     generate_verb = _verb(
         verbs, "generate", "continue a prompt", f'{program} generate --resume runs/torch-tiny "The " --max-new 200'
     )
-    generate_verb.add_argument("prompt", nargs="?", default="The ", help='text to continue (default: "The ")')
-    generate_verb.add_argument("--max-new", type=int, default=200, metavar="N", help="bytes to add (default 200)")
+    generate_verb.add_argument("prompt", nargs="?", help='text to continue (default: "The ")')
+    generate_verb.add_argument("--max-new", type=int, default=200, metavar="N", help="tokens to add (default 200)")
     generate_verb.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy (default 0.8)")
-    generate_verb.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest bytes only")
+    generate_verb.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens only")
     generate_verb.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest that sum up to X")
     generate_verb.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
-    for verb in (evaluate_verb, generate_verb):
-        verb.add_argument("--resume", metavar="DIR", required=True, help="a run or checkpoint, of any backend")
+    evaluate_verb.add_argument("--resume", metavar="DIR", required=True, help="a run or checkpoint, of any backend")
+    source = generate_verb.add_mutually_exclusive_group(required=True)
+    source.add_argument("--resume", metavar="DIR", help="a run or checkpoint, of any backend")
+    source.add_argument(
+        "--model", metavar="FOLDER", help="a Hugging Face folder: config.json, *.safetensors, tokenizer.json"
+    )
+    generate_verb.add_argument(
+        "--tokens", metavar="IDS", help='the prompt as token ids, "1 2 3", for a FOLDER without a tokenizer'
+    )
     for verb in (train_verb, evaluate_verb, generate_verb):
         verb.add_argument(
             "--device", metavar="NAME", help="where to compute, in the backend's own words (cpu, cuda, ...)"
@@ -180,24 +188,37 @@ def evaluate(backend: ModuleType, arguments: argparse.Namespace) -> int:
 
 def generate(backend: ModuleType, arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model writes after it."""
-    _, _, model = _load(backend, arguments)
-    prompt = byte_tokens(arguments.prompt)
-    if not prompt.size:
-        raise ValueError("the prompt must have at least one byte")
-    tokens = to_backend(backend, prompt.astype(np.int32)[None])
+    model, words = _writer(backend, arguments)
+    prompt = words.prompt(arguments.prompt, arguments.tokens)
     key = None if arguments.temperature == 0 else backend.key(arguments.seed)
     written = backend.generate(
         model,
-        tokens,
+        to_backend(backend, prompt[None]),
         max_new=arguments.max_new,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         key=key,
     )
-    text = bytes(from_backend(backend, written)[0].astype(np.uint8)).decode("utf-8", errors="replace")
-    print(json.dumps({"prompt": arguments.prompt, "text": text}) if arguments.json else text)
+    ids = from_backend(backend, written)[0]
+    text = words.text(ids)
+    said = "The " if arguments.prompt is None and arguments.tokens is None else arguments.prompt or arguments.tokens
+    row = {"prompt": said, "text": text} | ({} if arguments.model is None else {"tokens": ids.tolist()})
+    print(json.dumps(row) if arguments.json else text)
     return 0
+
+
+def _writer(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Any, Words]:
+    """The model, and what its ids mean."""
+    if arguments.resume is not None:
+        return _load(backend, arguments)[2], Words()
+    model = backend.Transformer.from_pretrained(arguments.model, device=arguments.device)
+    if model.config.head != "lm" or model.config.kind != "decoder":
+        raise ValueError(
+            f"{arguments.model} is no decoder with a language-model head, which generate needs; got "
+            f"kind={model.config.kind!r}, head={model.config.head!r}"
+        )
+    return model, Words(Path(arguments.model))
 
 
 def _load(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Checkpoint, Settings, Any]:

@@ -1,0 +1,51 @@
+"""What a model's token ids mean to a reader: bytes for our own models, a folder's tokenizer, or bare numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .data import byte_tokens
+from .tensor_file import require_package
+
+TOKENIZER = "tokenizer.json"
+
+
+class Words:
+    """Text to ids and back. Without a folder an id is a byte; a folder's `tokenizer.json` is read by `tokenizers`."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        path = None if folder is None else folder / TOKENIZER
+        self._tokenizer: Any = None
+        if path is not None and path.exists():
+            self._tokenizer = require_package("tokenizers").Tokenizer.from_file(str(path))
+
+    def prompt(self, text: str | None, tokens: str | None) -> np.ndarray:
+        """int32 ids of the text, or those of a list of numbers; at least one."""
+        if tokens is not None:
+            if text is not None:
+                raise ValueError(f"the prompt must be text or --tokens; got both: {text!r} and {tokens!r}")
+            try:
+                ids = [int(each) for each in tokens.replace(",", " ").split()]
+            except ValueError as error:
+                raise ValueError(f'--tokens must be whole numbers such as "1 2 3"; got {tokens!r}') from error
+        elif self._folder is None:
+            ids = byte_tokens("The " if text is None else text).tolist()
+        elif self._tokenizer is None:
+            raise ValueError(f'{self._folder} has no {TOKENIZER}: give the prompt as ids, --tokens "1 2 3"')
+        else:
+            ids = self._tokenizer.encode("The " if text is None else text).ids
+        if not ids:
+            raise ValueError(f"the prompt must have at least one {'byte' if self._folder is None else 'token'}")
+        return np.array(ids, dtype=np.int32)
+
+    def text(self, ids: np.ndarray) -> str:
+        """What a reader sees: the text, or the numbers where no tokenizer is there."""
+        if self._folder is None:
+            return bytes(ids.astype(np.uint8)).decode("utf-8", errors="replace")
+        if self._tokenizer is None:
+            return " ".join(map(str, ids.tolist()))
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
