@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..race.table import HEADINGS, table_rows
+from .cases import case_entries
 
 FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
 # A page is read by people; the JSON document holds everything.
@@ -69,6 +70,7 @@ def render(
         race=None if race is None else race_section(race, race_png),
         environment=environment_section(conformance, race),
         count=count_cell,
+        mark=mark,
         percent=percent,
     )
     return page
@@ -79,19 +81,30 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %" if math.isfinite(share) else "beyond measure"
 
 
-def count_cell(cell: Mapping[str, Any] | None) -> Any:
-    """One table cell of counts."""
+def mark(status: str) -> str:
+    """The class that colours a status."""
+    return {"passed": "good", FAILED: "bad", KNOWN: "known", ABSENT: "absent"}.get(status, "bad")
+
+
+def count_cell(cell: Mapping[str, Any] | None, target: str, function: str) -> Any:
+    """One table cell of counts, a link to the cases behind it."""
     from markupsafe import Markup
 
     if cell is None:
         return Markup('<td class="quiet">none</td>')
-    parts = [Markup('<span class="{}">{} passed</span>').format("good" if cell["passed"] else "quiet", cell["passed"])]
+    parts = []
+    if cell["passed"] or cell[FAILED]:
+        parts.append(Markup('<span class="good">{} passed</span>').format(cell["passed"]))
     if cell[FAILED]:
         parts.append(Markup('<span class="bad">{} failed</span>').format(cell[FAILED]))
+    if cell[KNOWN]:
+        parts.append(Markup('<span class="known">{} known</span>').format(cell[KNOWN]))
     if cell[ABSENT]:
         parts.append(Markup('<span class="absent">{} not offered</span>').format(cell[ABSENT]))
-    parts.append(Markup('<span class="quiet">{}</span>').format(percent(cell["share"])))
-    return Markup("<td>{}</td>").format(Markup("<br>").join(parts))
+    if cell["passed"] or cell[FAILED]:
+        parts.append(Markup('<span class="quiet">{}</span>').format(percent(cell["share"])))
+    link = Markup('<td><a href="#cases" data-target="{}" data-function="{}">{}</a></td>')
+    return link.format(target, function, Markup("<br>").join(parts))
 
 
 def conformance_section(document: Document) -> dict[str, Any]:
@@ -122,18 +135,21 @@ def conformance_section(document: Document) -> dict[str, Any]:
         "failures": failures[:MOST_FAILURES],
         "more_failures": max(len(failures) - MOST_FAILURES, 0),
         "closest": closest,
+        "cases": case_entries(targets),
     }
 
 
 def _counts(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not cases:
         return None
-    found: dict[str, Any] = {"passed": 0, FAILED: 0, ABSENT: 0}
+    found: dict[str, Any] = {"passed": 0, FAILED: 0, KNOWN: 0, ABSENT: 0}
     for case in cases:
         # A status that this page does not know must not look like a pass.
         status = case.get("status")
         found[status if status in found else FAILED] += 1
-    shares = [case["share"] for case in cases if case.get("share") is not None and case.get("status") != ABSENT]
+    shares = [
+        case["share"] for case in cases if case.get("share") is not None and case.get("status") not in (ABSENT, KNOWN)
+    ]
     return found | {"share": max(shares, default=0.0)}
 
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from conformance import demo
+from conformance.report.cases import case_entries
 from conformance.report.html import percent, render, write_report
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
@@ -57,7 +58,7 @@ TRAINING = {"curves": {"numpy": [[1, 5.5], [2, 5.25]], "torch": [[1, 5.5]]}, "va
 class Checker(HTMLParser):
     """Collects the tags and checks that they nest."""
 
-    VOID = ("meta", "img", "br", "link")
+    VOID = ("meta", "img", "br", "link", "input")
 
     def __init__(self):
         super().__init__()
@@ -105,7 +106,10 @@ def test_the_page_needs_nothing_from_outside():
     page = render(conformance=CONFORMANCE, training=TRAINING, race=RACE, race_png=PNG)
     assert "http://" not in page and "https://" not in page and "url(" not in page
     names = [tag for tag, _ in checker.tags]
-    assert "script" not in names and "link" not in names
+    assert "link" not in names and names.count("script") == 1
+    assert (
+        "fetch(" not in page and "import(" not in page and "src=" not in page.split("<script>")[1].split("</script>")[0]
+    )
     sources = [attributes["src"] for tag, attributes in checker.tags if tag == "img"]
     assert len(sources) == 2 and all(source.startswith("data:image/png;base64,iVBORw0KGg") for source in sources)
     assert all(attributes.get("alt") for tag, attributes in checker.tags if tag == "img")
@@ -113,7 +117,7 @@ def test_the_page_needs_nothing_from_outside():
 
 def test_what_comes_from_outside_is_escaped():
     page = render(conformance=CONFORMANCE, race=RACE, notes=["<i>note</i>"])
-    assert "<script>" not in page and "<b>one</b>" not in page and "<i>" not in page and "<fast>" not in page
+    assert "<script>alert" not in page and "<b>one</b>" not in page and "<i>" not in page and "<fast>" not in page
     assert "off by &lt;b&gt;one&lt;/b&gt;" in page
 
 
@@ -129,7 +133,23 @@ def test_an_unknown_status_is_never_a_pass_and_many_failures_are_cut():
     _, text = parsed(conformance={"targets": {"a": {"cases": [case(status="odd")]}}})
     assert "1 failed" in text and "0 passed" in text
     page = render(conformance={"targets": {"a": {"cases": [case(status="failed", detail="broken")] * 250}}})
-    assert page.count("broken") == 200 and "And 50 more" in page
+    # The table of failures is cut; the list of cases has them all.
+    assert page.count("broken") == 200 + 250 and "And 50 more" in page
+
+
+def test_the_list_of_cases_says_what_was_asked_and_what_came():
+    document = {"targets": {"t": {"cases": [
+        case(id="attention-causal", function="attention_with_lse"),
+        case(id="attention-causal", function="attention_with_lse", status="failed", detail="off by one"),
+        case(id="gelu", function="gelu", status="known difference", detail="a reason"),
+    ]}}}  # fmt: skip
+    first, second = case_entries(document["targets"])
+    assert (first["id"], first["status"], len(first["calls"])) == ("attention-causal", "failed", 2)
+    assert first["why"].startswith("causal, equal lengths") and ("q", "2×2×9×8") in first["given"]
+    assert ("causal", "True") in first["given"] and first["calls"][1]["detail"] == "off by one"
+    assert second["status"] == "known difference"
+    _, text = parsed(conformance=document)
+    assert "1 known" in text and "a reason" in text and "2×2×9×8" in text
 
 
 def test_shares_are_percentages():

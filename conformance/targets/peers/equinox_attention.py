@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -19,12 +20,13 @@ def _mapped(function: Any, arrays: tuple[jax.Array, ...], mask: Any) -> jax.Arra
         return function(*arrays, mask)
     equal_heads(q, k)
     lead = q.shape[:-2]
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
+    number = math.prod(lead)
+    flat = [x.reshape(number, *x.shape[-2:]) for x in arrays]
     if mask is None:
         out = jax.vmap(function)(*flat)
     else:
         full = jnp.broadcast_to(mask, (*lead, q.shape[-2], k.shape[-2]))
-        out = jax.vmap(function)(*flat, full.reshape(-1, *full.shape[-2:]))
+        out = jax.vmap(function)(*flat, full.reshape(number, *full.shape[-2:]))
     return out.reshape(*lead, *out.shape[1:])
 
 

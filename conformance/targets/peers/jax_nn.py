@@ -1,4 +1,5 @@
-"""`jax.nn.dot_product_attention`, implementation "xla"."""
+"""`jax.nn.dot_product_attention`, implementation "xla". Its residual, the log-sum-exp, carries no gradient and has the
+keys' dtype, and is not offered here."""
 
 from __future__ import annotations
 
@@ -15,20 +16,19 @@ FRAMEWORK = "jax"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _call(
+def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
-    mask: Any,
-    bias: Any,
-    causal: bool,
-    window: Any,
-    q_offset: Any,
-    kv_lengths: Any,
-    scale: float | None,
-    residual: bool,
-) -> Any:
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool = False,
+    window: Any = None,
+    q_offset: Any = None,
+    kv_lengths: Any = None,
+    scale: float | None = None,
+) -> jax.Array:
     if q.ndim not in (3, 4):
         raise NotOffered(f"three or four axes only; the case has {q.ndim}")
     equal_sizes(k, v)
@@ -44,51 +44,9 @@ def _call(
     def turned(x: jax.Array) -> jax.Array:
         return jnp.swapaxes(x, -2, -3)
 
-    function: Any = jax.nn.dot_product_attention
-    got = function(
+    sides = None if window is None else (int(window[0]), int(window[1]))
+    out = jax.nn.dot_product_attention(
         turned(q), turned(k), turned(v), full(bias), full(mask), scale=scale, is_causal=causal,
-        key_value_seq_lengths=kv_lengths, local_window_size=None if window is None else tuple(window),
-        implementation="xla", return_residual=residual,
+        key_value_seq_lengths=kv_lengths, local_window_size=sides, implementation="xla",
     )  # fmt: skip
-    if not residual:
-        return turned(got)
-    out, lse = got
-    return turned(out), jnp.swapaxes(lse, -1, -2)
-
-
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    mask: Any = None,
-    bias: Any = None,
-    causal: bool = False,
-    window: Any = None,
-    q_offset: Any = None,
-    kv_lengths: Any = None,
-    scale: float | None = None,
-) -> jax.Array:
-    return _call(
-        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
-        scale=scale, residual=False,
-    )  # fmt: skip
-
-
-def attention_with_lse(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    mask: Any = None,
-    bias: Any = None,
-    causal: bool = False,
-    window: Any = None,
-    q_offset: Any = None,
-    kv_lengths: Any = None,
-    scale: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    return _call(
-        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
-        scale=scale, residual=True,
-    )  # fmt: skip
+    return turned(out)
