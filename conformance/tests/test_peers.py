@@ -1,0 +1,107 @@
+"""Peers: whoever is right is not blamed, and what differs is listed, strictly both ways."""
+
+import dataclasses
+
+import pytest
+
+from conformance import deviations, peers
+from conformance.__main__ import main
+from conformance.rows import load_cases
+from conformance.runner import ABSENT, FAILED, KNOWN, PASSED, Result, run_case
+from conformance.targets import load
+from conformance.targets.peers import PEERS
+from conformance.workers import judge_targets
+
+CASE = Result(
+    case="attention-bias", rules=("attention-5",), function="attention", target="torch-sdpa", dtype="float16",
+    kernel="math", status=FAILED, share=2.0, where="out", comparisons=1, detail="out is off by 2 times", seconds=0.0,
+)  # fmt: skip
+ROW = deviations.Deviation(
+    cases=("attention-b*",), rule="attention-5", reason="it rounds", link="https://example.org", says="off by", most=4.0
+)
+
+
+def applied(monkeypatch, results, row=ROW, whole=True):
+    monkeypatch.setattr(deviations, "load_deviations", lambda target: (row,))
+    return deviations.apply("torch-sdpa", results, whole=whole)
+
+
+def test_a_failure_that_a_row_explains_is_known_and_says_why(monkeypatch):
+    (result,) = applied(monkeypatch, [CASE])
+    assert result.status == KNOWN and result.detail == "it rounds (out is off by 2 times)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"case": "attention-causal"}, {"detail": "shape"}, {"share": 5.0},
+    ],
+)  # fmt: skip
+def test_a_failure_that_no_row_explains_stays_one(monkeypatch, change):
+    results = applied(monkeypatch, [CASE, dataclasses.replace(CASE, **change)])
+    assert [r.status for r in results] == [KNOWN, FAILED]
+    for field in ({"dtypes": ("float32",)}, {"kernels": ("flash",)}):
+        results = applied(monkeypatch, [CASE], dataclasses.replace(ROW, **field), whole=False)
+        assert [r.status for r in results] == [FAILED]
+
+
+def test_a_listed_difference_that_does_not_occur_fails_a_whole_run(monkeypatch):
+    passed = dataclasses.replace(CASE, status=PASSED, share=0.1)
+    results = applied(monkeypatch, [passed])
+    assert [r.status for r in results] == [PASSED, FAILED] and "did not occur" in results[1].detail
+    assert [r.status for r in applied(monkeypatch, [passed], whole=False)] == [PASSED]
+    absent = dataclasses.replace(CASE, status=ABSENT)
+    assert "no such call was judged" in applied(monkeypatch, [absent])[1].detail
+
+
+def test_every_file_of_differences_is_of_a_peer_and_names_known_cases_and_rules():
+    cases = {case.id: case for case in load_cases()}
+    rules = {rule for case in cases.values() for rule in case.rules}
+    folder = deviations.resources.files("conformance") / "differences"
+    assert {file.name.removesuffix(".toml") for file in folder.iterdir()} <= set(PEERS)
+    for name in PEERS:
+        for row in deviations.load_deviations(name):
+            assert row.rule in rules and row.link.startswith("https://") and row.reason, (name, row)
+            assert all(pattern in cases or "*" in pattern for pattern in row.cases), (name, row.cases)
+            # A row for whole families of cases must say how far it reaches.
+            assert row.most < 100 or all("*" not in pattern for pattern in row.cases), (name, row.cases)
+    assert set(peers.PACKAGES) == set(PEERS)
+
+
+def test_the_table_shows_shares_known_differences_and_dashes():
+    passed = dataclasses.replace(CASE, status=PASSED, share=0.123)
+    assert peers.cell([passed, dataclasses.replace(CASE, status=KNOWN)]) == "12 %, 1 known"
+    assert peers.cell([CASE]) == "**1 failed**" and peers.cell([dataclasses.replace(CASE, status=ABSENT)]) == "–"
+    by_id = {case.id: case for case in load_cases()}
+    assert peers.features_of(by_id["attention-plain"]) == ["plain"]
+    assert peers.features_of(by_id["attention-grouped"]) == ["grouped", "causal"]
+    assert peers.features_of(by_id["attention-scale-zero"]) == ["scale"]
+
+
+def test_a_grouped_query_tiled_by_a_peer_is_found():
+    pytest.importorskip("x_transformers")
+    (case,) = [case for case in load_cases() if case.id == "attention-grouped-order"]
+    four = dataclasses.replace(case, inputs={n: {**x, "reshape": [1, *x["reshape"]]} for n, x in case.inputs.items()},
+                               equals={"out": {**case.equals["out"], "reshape": [1, 4, 1, 2]}})  # fmt: skip
+    results = [r for r in run_case(four, load("x-transformers")) if r.dtype == "float32"]
+    assert {r.status for r in results} == {FAILED}
+    results = [r for r in run_case(four, load("torch-sdpa")) if r.dtype == "float32"]
+    assert PASSED in {r.status for r in results} and FAILED not in {r.status for r in results}
+
+
+def test_unknown_peers_are_refused(capsys):
+    assert main(["peers", "pytorch"]) == 2
+    assert "unknown peers pytorch; known are torch-sdpa" in capsys.readouterr().err
+    assert main(["peers", "--list"]) == 0
+    assert "keras-jax" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PEERS))
+def test_no_peer_is_blamed_for_what_is_not_listed(name):
+    if name not in peers.installed():
+        pytest.skip(f"{peers.PACKAGES[name]} is not installed")
+    judged, _ = judge_targets([name], "quick", "attention", lambda text: None, 1)[name]
+    results = deviations.apply(name, judged, whole=True)
+    assert [(r.case, r.dtype, r.kernel, r.detail) for r in results if r.status == FAILED] == []
+    assert sum(r.status == PASSED for r in results) >= 10
