@@ -1,0 +1,80 @@
+"""The course's claims, each a small experiment: measured in the package you name, drawn, and held or not.
+
+Each module of `EXPERIMENTS` says its claim, uses only the public API and is meant to be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EXPERIMENTS = (
+    "bottleneck", "average", "scaling", "permutation", "heads", "masks", "positions", "cost", "block", "norm", "maps",
+)  # fmt: skip
+BACKENDS = {"backend_torch": "torch", "backend_jax": "jax", "core_numpy": "numpy"}
+
+
+def experiment(name: str) -> Any:
+    """The module of an experiment."""
+    return importlib.import_module(f".{name}", __name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m conformance lab`: 0 every claim held, 1 one did not, 2 a wrong argument, 3 no such framework here."""
+    parser = argparse.ArgumentParser(
+        prog="conformance lab",
+        description="The course's claims about attention, measured.",
+        epilog="example: conformance lab bottleneck positions --backend backend_torch --out lab",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--backend", choices=list(BACKENDS), help="default: the first of these that is installed")
+    parser.add_argument("--out", metavar="DIR", help="write NAME.png of each, lab.json and lab.html there")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--list", action="store_true", help="list the claims and stop")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(argv)
+    for name in options.names:
+        if name not in EXPERIMENTS:
+            raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
+    names = list(dict.fromkeys(options.names)) or list(EXPERIMENTS)
+    if options.list:
+        for name in names:
+            print(f"{name:12} {experiment(name).CLAIM}")
+        return 0
+    backend = options.backend or next(n for n, needs in BACKENDS.items() if importlib.util.find_spec(needs))
+    with tempfile.TemporaryDirectory() as scratch:
+        return measure(names, backend, Path(options.out or scratch), options.out is not None, options.json)
+
+
+def measure(names: Sequence[str], backend: str, out: Path, keep: bool, json: str | None) -> int:
+    """Run the experiments one after the other, print each and write what is asked for."""
+    from ..summary import write_json
+    from .pages import as_document, draw, print_report, write_page
+
+    B = importlib.import_module(backend)
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    for name in names:
+        if json != "-":
+            print(f"{name} on {backend} ...", file=sys.stderr, flush=True)
+        start, cpu = time.perf_counter(), time.process_time()
+        report = experiment(name).run(B)
+        spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+        draw(report, out / f"{name}.png")
+        found[name] = as_document(report, experiment(name).CLAIM, spent)
+        if json != "-":
+            print_report(name, found[name])
+    document = {"schema": 1, "backend": backend, "experiments": found}
+    if json:
+        write_json(json, document)
+    if keep:
+        write_json(out / "lab.json", document)
+        write_page(out / "lab.html", document, out)
+    return int(any(not claim["held"] for one in found.values() for claim in one["claims"]))

@@ -1,0 +1,81 @@
+"""What is timed, time and memory of a call, and what the figures say: parts of `cost`."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .recurrent import compiled, layer
+
+LENGTHS, HEADS, SIZE = (64, 128, 256, 512, 1024, 2048), 4, 16
+
+
+def calls(B: Any, length: int) -> dict[str, Callable[[], Any] | None]:
+    """What is measured at one length: forward passes on one row of `length` tokens, 64 features."""
+    q, k, v = (B.normal(key, (1, HEADS, length, SIZE)) for key in B.split(B.key(length), 3))
+    if B.__name__ == "core_numpy":
+        return {"all scores": None, "blockwise": lambda: B.attention(q, k, v), "LSTM": None}
+    found: dict[str, Callable[[], Any] | None] = {}
+    for name, kernel in (("all scores", "dense"), ("blockwise", "blockwise")):
+        call = compiled(B, lambda q, k, v, kernel=kernel: B.attention(q, k, v, kernel=kernel))
+        found[name] = _waited(B, call, q, k, v)
+    x = B.normal(B.key(1), (1, length, HEADS * SIZE))
+    lstm = compiled(B, layer(B, HEADS * SIZE))
+    found["LSTM"] = _waited(B, lstm, x)
+    return found
+
+
+def _waited(B: Any, call: Any, *arrays: Any) -> Callable[[], Any]:
+    """The call on its arrays, until the device has finished it."""
+    return lambda: B.wait(call(*arrays))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """The shortest of five or more, short calls for a quarter of a second: what disturbs a machine only adds time."""
+    call()  # compiles, and touches the memory
+    found: list[float] = []
+    while len(found) < 5 or (sum(found) < 0.25 and len(found) < 200):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def peak(call: Callable[[], Any]) -> float:
+    """Mebibytes that a call takes at its highest, by the kernel's mark; NaN where Linux does not keep one."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the mark back to what is resident now
+    except OSError:
+        return float("nan")
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)  # else what earlier calls freed is taken again without a trace
+    before = _resident("VmRSS")
+    call()
+    return max(_resident("VmHWM") - before, 0.0)
+
+
+def _resident(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(field + ":")) / 1024
+
+
+def exponent(values: list[float]) -> float:
+    """The slope over the last three lengths in a doubly logarithmic picture, by least squares."""
+    return float(np.polyfit(np.log(LENGTHS[-3:]), np.log(values[-3:]), 1)[0])
+
+
+def crossing(ours: list[float], theirs: list[float]) -> str:
+    """The length from which on attention is the slower one, between two measured ones on a straight line of logs."""
+    gap = np.log(ours) - np.log(theirs)
+    if gap[-1] <= 0:
+        return f"nowhere up to {LENGTHS[-1]}"
+    if (gap > 0).all():
+        return f"from {LENGTHS[0]} on, or before"
+    last = int(np.flatnonzero(gap <= 0)[-1])
+    part = -gap[last] / (gap[last + 1] - gap[last])
+    return f"from about {LENGTHS[last] * (LENGTHS[last + 1] / LENGTHS[last]) ** part:.0f} on"

@@ -1,0 +1,193 @@
+"""The lab: what is registered, what it writes, the data it makes up, its arithmetic; the experiments in core_numpy."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import conformance.lab as lab
+import core_numpy
+from conformance import maps
+from conformance.__main__ import main
+from conformance.lab.clocks import LENGTHS, crossing, exponent
+from conformance.lab.common import Claim, Report, Table, batches, digits, mean_interval, share_interval
+from conformance.lab.extrapolation import SCALINGS, extrapolate
+from conformance.lab.padding import inverted, padded, weights
+from core_numpy.contract.data import repeat_task
+
+FOLDER = Path(lab.__file__).parent
+
+
+@pytest.mark.parametrize("name", lab.EXPERIMENTS)
+def test_an_experiment_is_short_and_uses_the_public_api(name):
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    for node in ast.walk(ast.parse(text)):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        ours = [module for module in modules if module.split(".")[0] in lab.BACKENDS]
+        assert all(module.startswith("core_numpy.contract") for module in ours), ours
+
+
+def test_the_list_has_every_claim(capsys):
+    assert main(["lab", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(lab.EXPERIMENTS)
+    assert all(len(line.split()) > 5 for line in lines)
+
+
+def test_an_unknown_experiment_is_refused_with_the_names_there_are(capsys):
+    assert main(["lab", "bottlneck"]) == 2
+    assert "'bottlneck'; there are bottleneck, average" in capsys.readouterr().err
+
+
+def test_average_and_permutation_hold_and_write_picture_json_and_page(tmp_path, capsys):
+    names = ["average", "permutation"]
+    assert main(["lab", *names, "--backend", "core_numpy", "--out", str(tmp_path), "--json", str(tmp_path / "x")]) == 0
+    assert "held" in capsys.readouterr().out
+    for name in names:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads((tmp_path / "lab.json").read_text())
+    assert document == json.loads((tmp_path / "x").read_text())
+    assert list(document["experiments"]) == names and document["backend"] == "core_numpy"
+    assert all(one["held"] and one["claims"] and one["tables"] for one in document["experiments"].values())
+    page = (tmp_path / "lab.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "src=http" not in page and "permutation equivariant" in page
+
+
+def test_json_on_standard_output_is_json_alone(capsys):
+    assert main(["lab", "average", "--backend", "core_numpy", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["experiments"]["average"]["held"] is True
+
+
+def test_a_claim_that_does_not_hold_is_said_and_ends_with_1(monkeypatch, capsys):
+    class Broken:
+        CLAIM = "Two and two are five."
+
+        @staticmethod
+        def run(B):
+            claims = (Claim("It is five.", "4", False), Claim("It is even.", "4", True))
+            return Report(claims, (Table("sums", ("sum", "value"), [("2 + 2", 4)]),), lambda figure: None)
+
+    monkeypatch.setattr(lab, "experiment", lambda name: Broken)
+    assert lab.main(["average", "--backend", "core_numpy"]) == 1
+    assert "did not hold: It is five." in capsys.readouterr().out
+
+
+def test_the_digits_are_balanced_and_the_two_parts_differ():
+    learnt, valid = digits()
+    assert learnt["tokens"].shape == (8000, 8) and valid["tokens"].shape == (2000, 8)
+    for part in (learnt, valid):
+        assert part["targets"].mean() == 0.5
+        assert np.array_equal((part["tokens"][:, 1:] == part["tokens"][:, :1]).any(1), part["targets"] == 1)
+    assert not np.array_equal(learnt["tokens"][:2000], valid["tokens"])
+
+
+def test_padded_rows_keep_the_answer_inside_their_length():
+    whole = repeat_task(400, seed=3)
+    found = padded(whole)
+    real = np.arange(8) < found["lengths"][:, None]
+    again = (found["tokens"] == found["tokens"][:, :1]) & real
+    assert np.array_equal(again[:, 1:].any(1), whole["targets"] == 1)
+    assert sorted(set(found["lengths"].tolist())) == [3, 4, 5, 6, 7]
+    # What stands behind misleads: it repeats the first digit in rows of either answer.
+    behind = ((found["tokens"] == found["tokens"][:, :1]) & ~real).any(1)
+    assert behind[whole["targets"] == 0].any() and behind[whole["targets"] == 1].any()
+    assert np.array_equal(inverted(found)["segments"] >= 0, ~real)
+    assert np.array_equal(whole["tokens"], repeat_task(400, seed=3)["tokens"])
+
+
+def test_the_masks_shown_are_the_masks_named():
+    found = weights(core_numpy)
+    triangle = np.tril(np.ones((6, 6), bool))
+    assert np.array_equal(found["causal"] > 0, triangle)
+    assert np.array_equal(found["causal and padding"] > 0, triangle & (np.arange(6) < 4))
+    assert np.array_equal(found["inverted padding"] > 0, np.broadcast_to(np.arange(6) >= 4, (6, 6)))
+    assert np.array_equal(found["2 queries, bottom-right"] > 0, triangle[4:])
+    assert np.array_equal(found["2 queries, top-left"] > 0, triangle[:2])
+    assert found["cross"].shape == (6, 4) and (found["self"] > 0).all()
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order():
+    whole = {"tokens": np.arange(12)[:, None]}
+    rows = [batch["tokens"][:, 0].tolist() for batch in batches(whole, 4, 6)]
+    first, second = ([row for batch in epoch for row in batch] for epoch in (rows[:3], rows[3:]))
+    assert sorted(first) == sorted(second) == list(range(12)) and first != second
+
+
+def test_intervals_by_hand():
+    # n = 4, p = 1/2, z^2 = 3.8415: the middle is 1/2, the reach 1.96 / 1.9604 * sqrt(1/16 + 3.8415/64) = 0.350.
+    assert share_interval(0.5, 4) == pytest.approx((0.150, 0.850), abs=1e-3)
+    assert share_interval(1.0, 2000)[1] == pytest.approx(1.0) and share_interval(1.0, 2000)[0] < 0.9982
+    # 1, 2, 3: standard deviation 1, so 1.96 / sqrt(3) = 1.1316.
+    assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((2.0, 0.8684, 3.1316), abs=1e-4)
+
+
+def test_exponents_and_crossings_of_known_lines():
+    square, line = [n * n / 1024 for n in LENGTHS], [float(n) for n in LENGTHS]
+    assert exponent(square) == pytest.approx(2.0) and exponent(line) == pytest.approx(1.0)
+    assert crossing(square, line) == "from about 1024 on"
+    assert crossing(line, square) == f"nowhere up to {LENGTHS[-1]}"
+    assert crossing([3.0 * x for x in line], line) == f"from {LENGTHS[0]} on, or before"
+
+
+def test_extrapolation_has_every_scheme_and_no_learned_row_past_the_table():
+    found = extrapolate(core_numpy, steps=1, held_out=512)
+    assert set(found["learned"]) == {1}
+    assert all(set(curve) == {1, 2, 4, 8} for name, curve in found.items() if name != "learned")
+    for kind in SCALINGS:
+        # A factor of 1 changes nothing; larger ones do.
+        assert found[f"rotary, {kind}"][1] == found["rotary"][1]
+        assert found[f"rotary, {kind}"][8] != found["rotary"][8]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    config = core_numpy.ModelConfig(vocab=256, width=12, heads=6, layers=2, max_length=16, positions="rotary")
+    trainer = core_numpy.Trainer(core_numpy.Transformer(config), core_numpy.TrainConfig())
+    trainer.save(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_maps_draws_each_layer_and_its_rows_sum_to_one(checkpoint, tmp_path):
+    out, numbers = tmp_path / "maps", tmp_path / "maps.json"
+    arguments = ["--model", str(checkpoint), "--backend", "core_numpy", "--out", str(out), "--json", str(numbers)]
+    assert main(["maps", "a <b>\n", *arguments]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["layer-0.png", "layer-1.png", "maps.html"]
+    document = json.loads(numbers.read_text())
+    assert document["labels"] == ["a", "␣", "<", "b", ">", "\\n"]
+    found = np.array(document["maps"])
+    assert found.shape == (2, 6, 6, 6)
+    assert np.allclose(found.sum(-1), 1.0) and not np.triu(found, 1).any()
+    page = (out / "maps.html").read_text()
+    assert "a &lt;b&gt;" in page and page.count("data:image/png") == 2
+
+
+@pytest.mark.parametrize("text", ["", "x" * 65])
+def test_maps_refuses_a_text_that_cannot_be_drawn(checkpoint, text, capsys):
+    assert main(["maps", text, "--model", str(checkpoint), "--backend", "core_numpy"]) == 2
+    assert f"1 to 64 tokens to be drawn readably; it has {len(text)}" in capsys.readouterr().err
+
+
+def test_a_model_of_ids_reads_ids():
+    config = core_numpy.ModelConfig(vocab=10, width=4, heads=1, layers=1)
+    ids, labels = maps.tokens_of("3 1 3", config)
+    assert ids.tolist() == [3, 1, 3] and labels == ["3", "1", "3"]
+    with pytest.raises(ValueError, match="ids from 0 to 9"):
+        maps.tokens_of("three", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["backend_torch", "backend_jax"])
+@pytest.mark.parametrize("name", lab.EXPERIMENTS)
+def test_each_experiment_runs_whole(name, backend, tmp_path):
+    pytest.importorskip("torch" if backend == "backend_torch" else "jax")
+    importlib.import_module(backend)
+    # 1 is a claim that this run did not bear out: docs/lab.md says which; anything else is an error.
+    assert main(["lab", name, "--backend", backend, "--out", str(tmp_path)]) in (0, 1)
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000
