@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import shutil
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -16,7 +19,7 @@ import home_models as F  # noqa: E402
 from three import PACKAGES, back, load, to  # noqa: E402
 
 from core_numpy.contract.families import FAMILIES, Pretrained, expanded  # noqa: E402
-from core_numpy.contract.families.family import resolve  # noqa: E402
+from core_numpy.contract.families.family import INERT, Given, read_config, resolve  # noqa: E402
 
 # BLOOM's home library cuts the constant of its GELU off after 8 digits: 1.5e-10 was measured.
 EXACT = {"Bloom": 1e-9}
@@ -277,3 +280,89 @@ def copied(folder, target, fields):
     shutil.copytree(folder, target, dirs_exist_ok=True)
     (target / "config.json").write_text(json.dumps(fields))
     return target
+
+
+def other(value):
+    """A value of the same kind that is not this one; None where no other is known."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 1.5 + 0.125
+    if isinstance(value, str):
+        return "relu" if value != "relu" else "silu"
+    return None
+
+
+@pytest.mark.parametrize("name", F.MODELS)
+def test_every_field_is_read_or_refused(name, home):
+    """No field of `config.json` is dropped: another value gives another configuration, or an error."""
+    fields = json.loads((home(name)[0] / "config.json").read_text())
+    family = FAMILIES[fields["model_type"]]
+    tensors = frozenset(line for entry in family.tensors for line in entry.stored)
+    head = "lm" if "For" in fields["architectures"][0] or "LMHead" in fields["architectures"][0] else "none"
+    # Read together with another field alone: the layers' own types say which of them have a window, where any has.
+    idle = {"max_window_layers", "type_vocab_size"}
+    if "sliding_attention" not in fields.get("layer_types", ["sliding_attention"]):
+        idle |= {"sliding_window", "use_sliding_window"}
+    # T5's gated files tie where no head is stored, whatever they say.
+    if head == "none" or fields.get("scale_decoder_outputs") is False:
+        idle.add("tie_word_embeddings")
+
+    def read_with(**changes):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return resolve(read_config(family, Given({**fields, **changes}, tensors, head)))
+
+    plain = read_with()
+    checked = 0
+    for key, value in fields.items():
+        if key in INERT | set(family.inert) | idle or other(value) is None:
+            continue
+        try:
+            changed = read_with(**{key: other(value)})
+        except (ValueError, TypeError, UserWarning):
+            changed = None
+        assert changed != plain, key
+        checked += 1
+    for key, value in (fields.get("rope_parameters") or {}).items():
+        if other(value) is None or key == "partial_rotary_factor":
+            continue
+        try:
+            changed = read_with(rope_parameters={**fields["rope_parameters"], key: other(value)})
+        except ValueError:
+            changed = None
+        assert changed != plain, key
+    assert checked > 5
+    with pytest.raises(ValueError, match="unheard_of"):
+        read_with(unheard_of=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
+def test_loading_takes_less_than_a_third_more_than_the_model(package, tmp_path):
+    """In a fresh process: the peak of resident memory, less what the imports took."""
+    load(package)
+    from core_numpy.contract.families import write_pretrained
+    from core_numpy.contract.parameters import model_parameters
+
+    config = load("core_numpy").ModelConfig(vocab=8000, width=768, heads=12, layers=8, positions="rotary", norm="rms",
+                                            activation="swiglu", attention_bias=False, ffn_bias=False)  # fmt: skip
+    shapes = {name: p.shape for name, p in model_parameters(config).items()}
+    write_pretrained(tmp_path, config, lambda name: np.full(shapes[name], 0.5, np.float32))
+    code = f"""
+import importlib
+def read(what):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1]) * 1024
+P = importlib.import_module({package!r})
+P.get_params(P.Transformer(P.ModelConfig(vocab=4, width=4, heads=1, layers=1)))
+before = read("VmRSS")
+model = P.Transformer.from_pretrained({str(tmp_path)!r})
+print(read("VmHWM") - before)
+"""
+    if not pathlib.Path("/proc/self/status").exists():
+        pytest.skip("this system does not say how much memory a process has had")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    size = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
+    assert int(done.stdout) < 1.3 * size
