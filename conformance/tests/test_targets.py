@@ -1,8 +1,11 @@
 """Targets of any kind: how a name becomes one, and what is said of one that is wrong."""
 
 import importlib.metadata
+import os
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,12 +63,8 @@ def test_a_module_with_attention_alone_is_a_target_and_lacks_the_rest(module):
         ("float64", PASSED), ("float32", PASSED), ("bfloat16", ABSENT), ("float16", ABSENT)
     ]  # fmt: skip
     assert {r.detail for r in results if r.status == ABSENT} == {"no bfloat16", "no float16"}
-    assert {r.detail for r in judge(name, "attention-causal") if r.case == "attention-causal"} == {
-        "no function attention_with_lse",
-        "no bfloat16",
-        "no float16",
-    }
     assert {r.detail for r in judge(name, "attention-blocks-exact")} == {"attention has no argument causal"}
+    assert {r.detail for r in judge(name, "gelu")} == {"no function gelu", "no bfloat16", "no float16"}
     assert {r.status for r in judge(name, "refuse-heads")} == {ABSENT}
 
 
@@ -199,6 +198,15 @@ def test_a_missing_target_ends_the_command_with_3_and_one_line(capfd):
     assert error.count("\n") == 1 and "no_such_module_here" in error
 
 
+def test_attention_alone_is_judged_where_a_case_asks_for_the_log_sum_exp_too(module):
+    (first, *_) = judge(module(RIGHT), "attention-scale")
+    assert (first.status, first.function, first.comparisons) == (PASSED, "attention", 1)
+    assert first.detail.startswith("lse not offered: no function attention_with_lse; gradients not offered")
+    wrong = RIGHT.replace("scale is None else scale", "True else scale")
+    (first, *_) = judge(module(wrong, "other_target"), "attention-scale")
+    assert first.status == FAILED
+
+
 # --- what it returns
 
 
@@ -234,13 +242,21 @@ def test_what_a_torch_target_does_wrong_is_said_plainly(module):
 # --- what hangs or dies
 
 
-def test_a_target_that_hangs_or_dies_loses_that_case_and_no_other(module):
+def _zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return False
+
+
+def test_a_target_that_hangs_or_dies_loses_that_case_and_no_other(module, tmp_path):
     name = module("""
         import os, subprocess, time
         import numpy as np
         def softmax(x, *, axis=-1):
             if axis != -1:
-                subprocess.Popen(["sleep", "600"])
+                child = subprocess.Popen(["sleep", "600"])
+                open("child", "w").write(str(child.pid))
                 time.sleep(600)
             e = np.exp(x - x.max(axis, keepdims=True))
             return e / e.sum(axis, keepdims=True)
@@ -253,6 +269,13 @@ def test_a_target_that_hangs_or_dies_loses_that_case_and_no_other(module):
     lost = [r for r in results if r.kernel == "any"]
     assert lost and all("gave no answer within 2 seconds and was ended" in r.detail for r in lost)
     assert any(r.status != FAILED for r in results)
+    child = int((tmp_path / "child").read_text())
+    with pytest.raises(ProcessLookupError):  # what it started is ended with it; an unreaped one may be there a moment
+        for _ in range(100):
+            os.kill(child, 0)
+            if _zombie(child):
+                raise ProcessLookupError
+            time.sleep(0.05)
     results, _ = judge_targets([name], "quick", "causal-mask", lambda text: None, 1, timeout=2.0)[name]
     assert {r.detail for r in results if r.status == FAILED} == {"its process died (exit code 5)"}
     assert any(r.status == PASSED for r in results)
