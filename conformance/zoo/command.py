@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import models, rows
 from ..memory import remembering
-from .catching import Caught, catch
+from .catching import Caught, catch, touched
 from .every import GROUPS, all_faults, group_of
 from .honest import variants
 
@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     everything = options.all or options.cases or bool(options.json)
     with remembering():
         found = [catch(fault, options.level, first=not everything) for fault in chosen]
-        blamed = [catch(variant, options.level) for variant in variants()]
+        functions = {name for fault in chosen for name in touched(fault)}
+        blamed = [catch(variant, options.level) for variant in variants() if touched(variant) & functions]
     if options.json != "-":
         if options.cases:
             _print_cases(found, options.level)

@@ -1,0 +1,106 @@
+"""Diagnosis: what is wrong with a target is named, also where the target is no member of the zoo."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import core_numpy
+from conformance.diagnose import Bench, diagnose, main, named_rightly, rows_of, score_zoo, sentence
+from conformance.memory import remembering
+from conformance.targets.protocol import Target
+from conformance.zoo import all_faults
+
+SPREAD = ("causal-end", "window-counts-keys", "heads-tiled", "mask-inverted", "cap-after-bias", "gelu-tanh-always",
+          "rotary-other-layout", "alibi-closed-form", "loss-smoothing-others", "layer-norm-n-less-one")  # fmt: skip
+
+
+def first_guess(module, pattern=None):
+    target = Target(module, "outside")
+    with remembering():
+        return diagnose(target, rows_of(target, "quick", pattern), Bench())
+
+
+def outside(**functions):
+    """A target that is not the zoo's: written another way, in float32 where it may."""
+    return types.SimpleNamespace(**functions)
+
+
+def plain_attention(visible):
+    """Attention in few lines, float32 for half types, with a visibility of its own: visible(T, S, q_offset)."""
+
+    def attention(q, k, v, *, causal=False, q_offset=None):
+        wide = np.float64 if q.dtype == np.float64 else np.float32
+        heads = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
+        k, v = (np.repeat(x, heads, axis=-3).astype(wide) if x.ndim > 2 else x.astype(wide) for x in (k, v))
+        s = np.einsum("...td,...sd->...ts", q.astype(wide), k) * wide(q.shape[-1] ** -0.5)
+        if causal:
+            s = np.where(visible(s.shape[-2], s.shape[-1], q_offset or 0), s, -np.inf)
+        e = np.exp(s - np.maximum(s.max(-1, keepdims=True, initial=-np.inf), -1e30))
+        p = e / np.maximum(e.sum(-1, keepdims=True), 1e-30)
+        return np.einsum("...ts,...sd->...td", p, v).astype(q.dtype)
+
+    return attention
+
+
+def test_a_causal_mask_aligned_bottom_right_is_named():
+    module = outside(attention=plain_attention(lambda T, S, offset: np.tri(T, S, S - T, dtype=bool)))
+    guess = first_guess(module, "attention")[0]
+    assert guess.fault.id == "causal-end" and guess.contradicted == ()
+    said = sentence(guess)
+    assert said.startswith("your causal mask is aligned bottom-right; the contract is j <= i + q_offset.")
+    assert guess.share < 1 < guess.away
+
+
+def test_an_ignored_offset_is_named():
+    module = outside(attention=plain_attention(lambda T, S, offset: np.tri(T, S, dtype=bool)))
+    assert first_guess(module, "attention")[0].fault.id == "causal-top-left"
+
+
+def test_a_right_attention_has_nothing_to_diagnose():
+    module = outside(attention=plain_attention(lambda T, S, offset: np.tri(T, S, offset, dtype=bool)))
+    assert first_guess(module, "attention") == []
+
+
+def test_two_faults_of_different_functions_are_both_named():
+    def gelu(x, *, approximate="none"):
+        wide = x.astype(np.float64)
+        y = 0.5 * wide * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (wide + 0.044715 * wide**3)))
+        return y.astype(x.dtype)
+
+    def rms_norm(x, weight, *, eps, unit_offset=False):
+        return core_numpy.rms_norm(x, weight, eps=eps, unit_offset=False)
+
+    guesses = first_guess(outside(gelu=gelu, rms_norm=rms_norm))
+    assert {guess.fault.id for guess in guesses} == {"gelu-tanh-always", "rms-norm-offset-forgotten"}
+
+
+def test_what_no_fault_explains_is_not_explained():
+    assert first_guess(outside(silu=lambda x: np.sqrt(np.abs(x)))) == []
+
+
+def test_a_sample_of_the_zoo_is_named_rightly():
+    found = score_zoo([fault for fault in all_faults() if fault.id in SPREAD])
+    assert sorted(named_rightly(found)) == sorted(SPREAD)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nine_in_ten_of_the_zoo_are_named_rightly():
+    found = score_zoo()
+    right = set(named_rightly(found))
+    assert len(right) >= 0.9 * len(found), sorted(fault.id for fault, _ in found if fault.id not in right)
+
+
+def test_the_command_says_what_is_wrong(monkeypatch, capsys):
+    module = types.ModuleType("wrong_norm")
+    module.rms_norm = lambda x, weight, *, eps, unit_offset=False: core_numpy.rms_norm(x, weight, eps=eps)
+    monkeypatch.setitem(sys.modules, "wrong_norm", module)
+    assert main(["wrong_norm", "--case", "rms_norm"]) == 1
+    assert "1. unit_offset is ignored; the contract multiplies by 1 + weight." in capsys.readouterr().out
+    module.rms_norm = core_numpy.rms_norm
+    assert main(["wrong_norm", "--case", "rms_norm"]) == 0
+    assert "nothing to diagnose" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="offers nothing"):
+        main(["wrong_norm", "--case", "softmax"])
