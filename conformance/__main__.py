@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
     with _progress(len(names) * len(cases), quiet=options.json == "-") as advance:
         jobs = options.jobs or cores()
         judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite)
-    whole = not options.case
+    whole = not options.case and options.suite is None
     results = [r for name in names for r in deviations.apply(name, judged[name][0], whole=whole)]
     facts = {judged[name][0][0].target if judged[name][0] else name: judged[name][1] for name in names}
     if options.json != "-":
