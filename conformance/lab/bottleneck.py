@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from .common import NOT_OFFERED, Claim, Report, Table, digits, share, share_interval
@@ -20,6 +21,8 @@ def run(B: Any) -> Report:
     found = [train_recurrent(B, "lstm", size, train, valid, STEPS) for size in SIZES]
     scores = [score for score, _, _ in found]
 
+    least = min(after - before for before, after in pairwise(scores))
+
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
         ends = [share_interval(score) for score in scores]
@@ -36,7 +39,7 @@ def run(B: Any) -> Report:
         (
             Claim("A state of 2 does little better than chance (below 0.70).", share(scores[0]), scores[0] < 0.70),
             Claim("A state of 64 answers about 0.98 (0.95 or more).", share(scores[3]), scores[3] >= 0.95),
-            Claim("More room never hurts.", " < ".join(f"{s:.3f}" for s in scores), scores == sorted(scores)),
+            Claim("More room does not hurt (by 0.03 or more).", ", ".join(f"{s:.3f}" for s in scores), least > -0.03),
         ),
         (
             Table(

@@ -128,7 +128,10 @@ def share(value: float, n: int = VALID) -> str:
 def heat(axes: Any, values: np.ndarray, labels: Sequence[str] | None = None, title: str = "") -> Any:
     """Weights as a picture: rows are queries, columns are keys, black is 1."""
     image = axes.imshow(values, cmap="Greys", vmin=0.0, vmax=1.0, aspect="equal")
-    if labels is not None:
+    if labels is None:
+        axes.set_xticks(range(values.shape[1]))
+        axes.set_yticks(range(values.shape[0]))
+    else:
         axes.set_xticks(range(values.shape[1]), labels[: values.shape[1]])
         axes.set_yticks(range(values.shape[0]), labels[: values.shape[0]])
     axes.set_title(title, fontsize=10)

@@ -11,6 +11,7 @@ from .padding import inverted, padded, weights, without
 
 CLAIM = "A mask says who may attend to whom; a missing, inverted or misplaced one costs the accuracy, without an error."
 STEPS = 800
+RIGHT = ("padding masked", "causal, answer at the last", "last two bottom-right")
 
 
 def run(B: Any) -> Report:
@@ -42,9 +43,9 @@ def run(B: Any) -> Report:
         for axes, (name, picture) in zip(top.subplots(2, 4).flat, maps.items(), strict=True):
             heat(axes, picture, title=name)
         axes = bottom.subplots()
-        axes.barh(list(scores), list(scores.values()), color=["C0" if s > 0.9 else "C3" for s in scores.values()])
+        axes.barh(list(scores), list(scores.values()), color=["C0" if name in RIGHT else "C3" for name in scores])
         axes.axvline(0.5, linestyle="--", color="grey")
-        axes.set(xlabel="validation accuracy (chance 0.5)", xlim=(0.3, 1.02))
+        axes.set(xlabel="validation accuracy (chance 0.5); red: a mistake", xlim=(0.3, 1.02))
         axes.invert_yaxis()
 
     pairs = (("Without the padding mask", "trained without the mask"), ("Inverted", "trained with it inverted"))
