@@ -53,18 +53,17 @@ def test_each_call_of_a_case_is_a_test_and_what_is_lacking_is_skipped(run):
     assert "test_plugin" not in output and "Traceback" not in output
 
 
-def test_an_id_selects_one_test_and_keywords_select_by_function(run):
+def test_an_id_selects_one_test(run):
     one = "conformance.plugin::my_kernel::silu[float32-auto]"
     status, output = run("--pyargs", one, "--target", "my_kernel", "-v")
     assert status == 0 and count("passed", output) == 1
-    status, output = run("--pyargs", "conformance", "--target", "my_kernel", "-k", "relu and float32")
-    assert status == 1 and count("failed", output) == 1 and count("passed", output) == 0
 
 
 @pytest.mark.slow
 def test_workers_of_xdist_collect_the_same(run):
     pytest.importorskip("xdist")
     status, output = run("--pyargs", "conformance", "--target", "my_kernel", "-n", "2", "-k", "silu or relu-")
+    # By case and by function; relu would fail.
     assert status == 0 and count("passed", output) == 2 and "Different tests were collected" not in output
 
 
