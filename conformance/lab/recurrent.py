@@ -81,10 +81,10 @@ def layer(B: Any, width: int) -> Any:
         return torch.no_grad()(lambda x: model(x)[0])
     from flax import nnx
 
-    model = nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=nnx.Rngs(0)))
+    reader = nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=nnx.Rngs(0)))
     # The model goes in as an argument: a trace may not count on the generator of a module outside of it.
     call = nnx.jit(lambda model, x: model(x))
-    return lambda x: call(model, x)
+    return lambda x: call(reader, x)
 
 
 def compiled(B: Any, function: Any) -> Any:
