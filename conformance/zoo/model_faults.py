@@ -28,7 +28,7 @@ _BLOCK_ROWS: list[Row] = [
      "subtle", block.arguments(block.cut("softcap")),
      "config.softcap does not reach the attention"),
     ("model-sinks", "learned sinks that are never used",
-     "subtle", block.arguments(block.cut("sinks")),
+     "subtle", block.arguments(block.sinks_off),
      "the sinks do not reach the attention"),
     ("model-window", "the window is dropped",
      "subtle", block.arguments(block.cut("window")),
