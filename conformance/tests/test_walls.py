@@ -121,6 +121,8 @@ TESTED = {
     "training-8": "test_training_core.py",
     "optimizer-6": "test_training_core.py",
     "model-9": "test_model_core.py",
+    "model-11": "test_families.py",
+    "model-12": "test_families.py",
     "block-10": "test_model_core.py",
     "random-8": "test_random.py",
 }
