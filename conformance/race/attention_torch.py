@@ -121,9 +121,9 @@ def measure(length: int, rounds: int) -> Iterator[tuple[str, str, dict[str, floa
         k, v = (torch.randn(B, case.kv_heads, length, D, generator=generator) for _ in range(2))
         ways = {"ours": case.ours} | case.stock
         for name, way in ways.items():
-            torch.testing.assert_close(
-                way(q, k, v), case.ours(q, k, v), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            off = (way(q, k, v) - case.ours(q, k, v)).abs().max().item()
+            if not off <= 1e-4:
+                raise ValueError(f"{case.name}: {name} is off by {off:.2g}, so it is not the same work")
         for mode in ("forward", "both"):
             leaves = [x.requires_grad_(mode == "both") for x in (q, k, v)]
 
