@@ -132,6 +132,7 @@ def test_exponents_and_crossings_of_known_lines():
     square, line = [n * n / 1024 for n in LENGTHS], [float(n) for n in LENGTHS]
     assert exponent(square) == pytest.approx(2.0) and exponent(line) == pytest.approx(1.0)
     assert crossing(square, line) == "from about 1024 on"
+    assert crossing(square, [0.75 * x for x in line]) == "from about 768 on"
     assert crossing(line, square) == f"nowhere up to {LENGTHS[-1]}"
     assert crossing([3.0 * x for x in line], line) == f"from {LENGTHS[0]} on, or before"
 
