@@ -35,7 +35,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).normal(size=shape)
 
 
-def close(got, want, tolerance: float = 1e-12) -> None:
+def check_close(got, want, tolerance: float = 1e-12) -> None:
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
@@ -64,10 +64,10 @@ def test_every_two_keywords_together_agree_with_plain_loops(row, cells, monkeypa
         kept = random.uniform(keywords["dropout_key"], shape) < np.float32(1 - row["dropout"])
     out, lse, weights = attention_by_loops(*x.values(), kept=kept, **keywords)
     got = attention_with_lse(**x, **keywords)
-    close(got[0], out)
-    close(got[1], lse)
-    close(attention(**x, **keywords), out)
-    close(attention_weights(x["q"], x["k"], **keywords), weights)
+    check_close(got[0], out)
+    check_close(got[1], lse)
+    check_close(attention(**x, **keywords), out)
+    check_close(attention_weights(x["q"], x["k"], **keywords), weights)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=identity)
@@ -135,43 +135,45 @@ def visible_by_values(T, S, **keywords):
 
 
 def test_causal_with_offset_0_is_top_left_and_with_s_minus_t_bottom_right():
-    close(visible_by_values(2, 5, causal=True, q_offset=0), [[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0]])
-    close(visible_by_values(2, 5, causal=True, q_offset=3), [[0.25] * 4 + [0], [0.2] * 5])
-    close(visible_by_values(5, 2, causal=True, q_offset=-3), [[0, 0]] * 3 + [[1, 0], [0.5, 0.5]])
-    close(visible_by_values(1, 4, causal=True, q_offset=3), [[0.25] * 4])
+    check_close(visible_by_values(2, 5, causal=True, q_offset=0), [[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0]])
+    check_close(visible_by_values(2, 5, causal=True, q_offset=3), [[0.25] * 4 + [0], [0.2] * 5])
+    check_close(visible_by_values(5, 2, causal=True, q_offset=-3), [[0, 0]] * 3 + [[1, 0], [0.5, 0.5]])
+    check_close(visible_by_values(1, 4, causal=True, q_offset=3), [[0.25] * 4])
 
 
 def test_offsets_per_batch_element_may_be_negative():
     q, k, v = np.zeros((3, 1, 2, 4)), np.zeros((3, 1, 3, 4)), np.broadcast_to(np.eye(3), (3, 1, 3, 3))
     got = attention(q, k, v, causal=True, q_offset=np.array([-1, 1, 7], dtype=np.int8))
     third = [1 / 3] * 3
-    close(got[:, 0], [[[0, 0, 0], [1, 0, 0]], [[0.5, 0.5, 0], third], [third, third]])
+    check_close(got[:, 0], [[[0, 0, 0], [1, 0, 0]], [[0.5, 0.5, 0], third], [third, third]])
 
 
 def test_a_window_counts_distances_without_the_query_itself():
     half, third = 1 / 2, 1 / 3
-    close(
+    check_close(
         visible_by_values(4, 4, causal=True, window=(1, 5)),
         [[1, 0, 0, 0], [half, half, 0, 0], [0, half, half, 0], [0, 0, half, half]],
     )
-    close(visible_by_values(3, 3, window=(0, 0)), np.eye(3))
-    close(visible_by_values(3, 3, window=(None, 1)), [[half, half, 0], [third] * 3, [third] * 3])
-    close(visible_by_values(3, 3, window=(1, None)), [[third] * 3, [third] * 3, [0, half, half]])
+    check_close(visible_by_values(3, 3, window=(0, 0)), np.eye(3))
+    check_close(visible_by_values(3, 3, window=(None, 1)), [[half, half, 0], [third] * 3, [third] * 3])
+    check_close(visible_by_values(3, 3, window=(1, None)), [[third] * 3, [third] * 3, [0, half, half]])
 
 
 def test_a_window_further_than_the_keys_leaves_nothing():
-    close(visible_by_values(2, 3, window=(1, 0), q_offset=9), np.zeros((2, 3)))
-    close(visible_by_values(2, 3, window=(1, 0), q_offset=-9), np.zeros((2, 3)))
+    check_close(visible_by_values(2, 3, window=(1, 0), q_offset=9), np.zeros((2, 3)))
+    check_close(visible_by_values(2, 3, window=(1, 0), q_offset=-9), np.zeros((2, 3)))
 
 
 def test_query_head_h_reads_key_head_h_over_group():
     v = np.array([[[1.0, 0]], [[0, 1]]])
-    close(attention(np.zeros((4, 1, 3)), np.zeros((2, 1, 3)), v)[:, 0], [[1, 0], [1, 0], [0, 1], [0, 1]])
+    check_close(attention(np.zeros((4, 1, 3)), np.zeros((2, 1, 3)), v)[:, 0], [[1, 0], [1, 0], [0, 1], [0, 1]])
 
 
 def test_a_negative_segment_matches_nothing_not_even_itself():
     ids = np.array([0, 0, 1, -1])
-    close(visible_by_values(4, 4, q_segments=ids, kv_segments=ids), [[0.5, 0.5, 0, 0]] * 2 + [[0, 0, 1, 0], [0] * 4])
+    check_close(
+        visible_by_values(4, 4, q_segments=ids, kv_segments=ids), [[0.5, 0.5, 0, 0]] * 2 + [[0, 0, 1, 0], [0] * 4]
+    )
 
 
 def test_packed_documents_do_not_see_each_other():
@@ -181,14 +183,14 @@ def test_packed_documents_do_not_see_each_other():
     k[..., :3, :], v[..., :3, :] = 1e6, -1e6
     after = attention(q, k, v, causal=True, q_segments=ids, kv_segments=ids)
     np.testing.assert_array_equal(before[..., 3:, :], after[..., 3:, :])
-    close(before[..., 3:, :], attention(*(x[..., 3:, :] for x in inputs(T=5, S=5, H=3)), causal=True))
+    check_close(before[..., 3:, :], attention(*(x[..., 3:, :] for x in inputs(T=5, S=5, H=3)), causal=True))
 
 
 def test_the_soft_cap_comes_before_bias_and_mask():
     q, k, v = np.zeros((1, 1)), np.zeros((2, 1)), np.array([[1.0], [1e6]])
-    close(attention(q, k, v, softcap=1.0, mask=np.array([[True, False]])), [[1.0]])
-    close(attention_weights(q, k, softcap=1.0, bias=np.array([[0.0, math.log(3)]])), [[0.25, 0.75]])
-    close(
+    check_close(attention(q, k, v, softcap=1.0, mask=np.array([[True, False]])), [[1.0]])
+    check_close(attention_weights(q, k, softcap=1.0, bias=np.array([[0.0, math.log(3)]])), [[0.25, 0.75]])
+    check_close(
         attention_weights(np.ones((1, 1)), np.array([[0.0], [2.0]]), softcap=1.0),
         [[1 / (1 + math.exp(math.tanh(2))), 1 / (1 + math.exp(-math.tanh(2)))]],
     )
@@ -196,17 +198,17 @@ def test_the_soft_cap_comes_before_bias_and_mask():
 
 def test_the_scale_is_one_over_the_root_of_the_head_size_and_0_is_a_scale():
     q, k = np.array([[2.0, 0, 0, 0]]), np.array([[math.log(3), 0, 0, 0], [0.0] * 4])
-    close(attention_weights(q, k), [[0.75, 0.25]])
-    close(attention_weights(q, k, scale=0.0), [[0.5, 0.5]])
-    close(attention_weights(q, k, scale=-0.5), [[0.25, 0.75]])
+    check_close(attention_weights(q, k), [[0.75, 0.25]])
+    check_close(attention_weights(q, k, scale=0.0), [[0.5, 0.5]])
+    check_close(attention_weights(q, k, scale=-0.5), [[0.25, 0.75]])
 
 
 def test_a_sink_takes_its_share_of_the_denominator():
     out, lse = attention_with_lse(
         np.zeros((2, 1, 3)), np.zeros((2, 2, 3)), np.ones((2, 2, 1)), sinks=np.array([math.log(2), -INF])
     )
-    close(out[:, 0], [[0.5], [1.0]])
-    close(lse[:, 0], [math.log(4), math.log(2)])
+    check_close(out[:, 0], [[0.5], [1.0]])
+    check_close(lse[:, 0], [math.log(4), math.log(2)])
 
 
 def test_a_query_alone_with_a_sink_gives_0_and_its_lse_is_the_sink():
@@ -214,8 +216,8 @@ def test_a_query_alone_with_a_sink_gives_0_and_its_lse_is_the_sink():
     out, lse = attention_with_lse(
         np.zeros((2, 1, 3)), np.zeros((2, 2, 3)), np.ones((2, 2, 1)), mask=mask, sinks=np.array([1.5, -INF])
     )
-    close(out, np.zeros((2, 1, 1)))
-    close(lse[:, 0], [1.5, -INF])
+    check_close(out, np.zeros((2, 1, 1)))
+    check_close(lse[:, 0], [1.5, -INF])
     g = attention_with_lse_vjp(
         np.ones((2, 1, 1)),
         np.array([[3.0], [5.0]]),
@@ -225,11 +227,11 @@ def test_a_query_alone_with_a_sink_gives_0_and_its_lse_is_the_sink():
         mask=mask,
         sinks=np.array([1.5, -INF]),
     )
-    close(g["sinks"], [3.0, 0.0])
+    check_close(g["sinks"], [3.0, 0.0])
 
 
 def test_a_bias_is_added_as_it_is_and_0_and_1_mask_nothing():
-    close(
+    check_close(
         visible_by_values(2, 2, bias=np.array([[1.0, 0], [1, 1]])),
         [[1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))], [0.5, 0.5]],
     )
@@ -261,9 +263,9 @@ def test_a_dead_query_gives_0_and_leaves_the_others_alone(size):
     alive = [0, 2]
     few = attention_with_lse_vjp(do[..., alive, :], dl[..., alive], q[..., alive, :], k, v, mask=mask[alive])
     assert (g["q"][..., 1, :] == 0).all()
-    close(g["q"][..., alive, :], few["q"])
-    close(g["k"], few["k"])
-    close(g["v"], few["v"])
+    check_close(g["q"][..., alive, :], few["q"])
+    check_close(g["k"], few["k"])
+    check_close(g["v"], few["v"])
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e30])
@@ -324,7 +326,7 @@ def test_a_bias_of_minus_infinity_shields_from_nan_as_a_mask_does(where):
 def test_a_masked_score_larger_than_all_others_leaves_the_gradient_finite():
     q, k = np.ones((1, 1)), np.array([[1.0], [1.0], [1000.0]])
     mask = np.array([[True, True, False]])
-    close(attention_weights(q, k, mask=mask), [[0.5, 0.5, 0]])
+    check_close(attention_weights(q, k, mask=mask), [[0.5, 0.5, 0]])
     g = attention_weights_vjp(np.ones((1, 3)), q, k, mask=mask)
     assert (g["q"] == 0).all() and (g["k"] == 0).all()
 
@@ -343,7 +345,7 @@ def test_a_broadcast_bias_has_the_sum_of_the_gradients(shape):
     bias, do = normal(*shape), normal(2, 2, 3, 8)
     full = attention_vjp(do, q, k, v, bias=np.broadcast_to(bias, (2, 2, 3, 3)).copy())["bias"]
     axes = tuple(a for a, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1)
-    close(attention_vjp(do, q, k, v, bias=bias)["bias"], full.sum(axis=axes, keepdims=True).reshape(shape))
+    check_close(attention_vjp(do, q, k, v, bias=bias)["bias"], full.sum(axis=axes, keepdims=True).reshape(shape))
 
 
 # ---------------------------------------------------------------- large scores, many keys, dtypes, empty axes
@@ -352,16 +354,16 @@ def test_a_broadcast_bias_has_the_sum_of_the_gradients(shape):
 def test_scores_of_ten_thousand_do_not_overflow():
     q, k, v = np.array([[1.0], [-1.0]]), np.array([[1e4], [-1e4], [1e4]]), np.array([[1.0], [2], [4]])
     out, lse = attention_with_lse(q, k, v, scale=1.0)
-    close(out, [[2.5], [2.0]])
-    close(lse, [1e4 + math.log(2), 1e4])
+    check_close(out, [[2.5], [2.0]])
+    check_close(lse, [1e4 + math.log(2), 1e4])
     out, lse = attention_with_lse(np.ones((1, 1)), np.full((3, 1), -1e4), v, scale=1.0)
-    close(out, [[7 / 3]])
-    close(lse, [-1e4 + math.log(3)])
+    check_close(out, [[7 / 3]])
+    check_close(lse, [-1e4 + math.log(3)])
 
 
 def test_one_key_gives_its_value_and_no_gradient_to_the_scores():
     q, k, v = inputs(S=1)
-    close(attention(q, k, v), np.repeat(v, 2, axis=1).repeat(4, axis=2))
+    check_close(attention(q, k, v), np.repeat(v, 2, axis=1).repeat(4, axis=2))
     g = attention_vjp(normal(2, 6, 4, 8), q, k, v)
     assert (g["q"] == 0).all() and (g["k"] == 0).all()
 
@@ -370,10 +372,12 @@ def test_a_hundred_thousand_keys():
     S = 100_000
     v = np.arange(S, dtype=np.float32)[:, None]
     out, lse = attention_with_lse(np.zeros((2, 1), np.float32), np.zeros((S, 1), np.float32), v)
-    close(out, [[(S - 1) / 2]] * 2, 1e-7)
-    close(lse, [math.log(S)] * 2, 1e-7)
+    check_close(out, [[(S - 1) / 2]] * 2, 1e-7)
+    check_close(lse, [math.log(S)] * 2, 1e-7)
     lengths = np.asarray(3)
-    close(attention(np.zeros((2, 1), np.float32), np.zeros((S, 1), np.float32), v, kv_lengths=lengths), [[1.0]] * 2)
+    check_close(
+        attention(np.zeros((2, 1), np.float32), np.zeros((S, 1), np.float32), v, kv_lengths=lengths), [[1.0]] * 2
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -444,7 +448,7 @@ def test_weights_are_before_dropout_and_asking_for_them_changes_nothing():
     q, k, v = inputs()
     keywords = {"dropout_rate": 0.5, "dropout_key": KEY, "causal": True, "q_offset": 3}
     weights = attention_weights(q, k, **keywords)
-    close(weights.sum(axis=-1), np.ones((2, 6, 4)))
+    check_close(weights.sum(axis=-1), np.ones((2, 6, 4)))
     np.testing.assert_array_equal(weights, attention_weights(q, k, causal=True, q_offset=3))
     np.testing.assert_array_equal(attention(q, k, v, **keywords), attention(q, k, v, **keywords))
     assert np.abs(attention(q, k, v, **keywords) - attention(q, k, v, causal=True, q_offset=3)).max() > 0.1
@@ -468,7 +472,7 @@ def test_dropout_follows_the_flat_index_of_the_weight_and_divides_by_what_is_kep
         dropout_key=KEY,
     )
     kept = random.uniform(KEY, (2, 1, T, S)) < np.float32(0.8)
-    close(got, np.where(kept, 0.25 / 0.8, 0.0))
+    check_close(got, np.where(kept, 0.25 / 0.8, 0.0))
     assert kept.any() and not kept.all()
 
 
@@ -490,7 +494,7 @@ def test_merging_the_parts_gives_the_whole(dtype):
     merged = merge_attention(*zip(*parts, strict=True))
     assert [x.dtype for x in merged] == [x.dtype for x in whole]
     for got, want in zip(merged, whole, strict=True):
-        close(got, want, 1e-12 if dtype is np.float64 else 1e-6)
+        check_close(got, want, 1e-12 if dtype is np.float64 else 1e-6)
 
 
 def test_merging_parts_without_keys_gives_0_and_minus_infinity():
