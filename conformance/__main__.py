@@ -63,6 +63,11 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the results as JUnit XML")
     parser.add_argument("--html", metavar="FILE", help="write the results as one HTML page")
+    parser.add_argument(
+        "--diagnose",
+        action=argparse.BooleanOptionalAction,
+        help="hold each failing target against every known fault, a minute each; default: with --html",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="targets judged at a time; default: one per core")
     parser.add_argument(
         "--timeout",
@@ -99,10 +104,13 @@ def run(argv: Sequence[str]) -> int:
         judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite)
     whole = not options.case and options.suite is None
     results = [r for name in names for r in deviations.apply(name, judged[name][0], whole=whole)]
-    facts = {judged[name][0][0].target if judged[name][0] else name: judged[name][1] for name in names}
+    called = {name: judged[name][0][0].target if judged[name][0] else name for name in names}
+    facts = {called[name]: judged[name][1] for name in names}
     if options.json != "-":
         summary.print_run(results, facts)
     document = summary.document(results, facts, options.level, options.suite)
+    if options.diagnose or (options.diagnose is None and options.html):
+        _diagnosed(document, called, options)
     if options.json:
         summary.write_json(options.json, document)
     if options.junit:
@@ -115,6 +123,19 @@ def run(argv: Sequence[str]) -> int:
     for name in idle:
         print(f"conformance run: {name} offers nothing that these cases ask for: nothing was judged", file=sys.stderr)
     return int(bool(idle) or any(result.status == FAILED for result in results))
+
+
+def _diagnosed(document: dict[str, Any], called: dict[str, str], options: argparse.Namespace) -> None:
+    """Adds "diagnosis" to each target of the document that fails a case of ours."""
+    from . import diagnose
+    from .runner import FAILED
+
+    for name, target in called.items():
+        found = document["targets"][target]
+        if found["counts"][FAILED] and options.suite is None:  # an outside suite's cases are not ours to diagnose
+            found["diagnosis"] = diagnose.separately(name, options.level, options.case)
+            if options.json != "-":
+                diagnose.print_document(target, found["diagnosis"])
 
 
 class _progress:

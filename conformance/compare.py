@@ -18,7 +18,8 @@ class Disagreement(Exception):
 class Tally:
     """How many comparisons a case made, and the largest share of a budget that any of them used.
 
-    lacking: what of the case the target does not offer, where the rest of it was compared.
+    lacking: what of the case the target does not offer, where the rest of it was compared. worst: name and
+    shares of the array with the largest one, or of that which was not exact.
     """
 
     count: int = 0
@@ -26,12 +27,14 @@ class Tally:
     where: str = ""
     shares: dict[str, float] = field(default_factory=dict)
     lacking: str = ""
+    worst: tuple[str, np.ndarray] | None = None
 
-    def add(self, name: str, share: float, where: str = "") -> None:
+    def add(self, name: str, share: float, where: str = "", shares: np.ndarray | None = None) -> None:
         self.count += 1
         self.shares[name] = max(share, self.shares.get(name, 0.0))
         if share > self.share or self.count == 1:
             self.share, self.where = share, f"{name}{where}"
+            self.worst = None if shares is None else (name, shares)
 
 
 def check_kind(name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str | None) -> None:
@@ -51,6 +54,7 @@ def check_exact(tally: Tally, name: str, got: np.ndarray, want: np.ndarray) -> N
     equal = (left == right) | (np.isnan(left) & np.isnan(right))
     if not equal.all():
         at = tuple(int(i) for i in np.argwhere(~equal)[0])
+        tally.worst = name, np.where(equal, 0.0, np.inf)
         raise Disagreement(
             f"{name} must be exactly {float(right[at])!r} at {at}; got {float(left[at])!r} "
             f"({int((~equal).sum())} of {equal.size} differ)"
@@ -72,12 +76,14 @@ def check_within(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, bou
         wrong = (special | ~np.isfinite(value)) & ~same
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            tally.worst = name, np.where(wrong, np.inf, 0.0)
             raise Disagreement(f"{name} must be {float(want[at])!r} at {at}; got {float(value[at])!r}")
     with np.errstate(invalid="ignore"):
         error = np.where(special, 0.0, np.abs(value - want))
     exact = (bound == 0) & (error > 0)
     if exact.any():
         at = tuple(int(i) for i in np.argwhere(exact)[0])
+        tally.worst = name, np.where(exact, np.inf, np.divide(error, bound, out=np.zeros_like(error), where=bound > 0))
         raise Disagreement(f"{name} must be exactly {float(want[at])!r} at {at}; got {float(value[at])!r}")
     shares = np.divide(error, bound, out=np.zeros_like(error), where=bound > 0)
     if not shares.size:
@@ -85,5 +91,5 @@ def check_within(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, bou
         return 0.0
     worst = np.unravel_index(int(np.argmax(shares)), shares.shape)
     place = ", ".join(str(int(i)) for i in worst)
-    tally.add(name, float(shares[worst]), f"[{place}]" if place else "")
+    tally.add(name, float(shares[worst]), f"[{place}]" if place else "", shares)
     return float(shares[worst])

@@ -9,39 +9,34 @@ that failed or should have, orders the guesses.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import budget, oracle, rows
-from .inputs import rounded, widened
+from . import oracle, rows
 from .memory import remembered, remembering
-from .rows import Case
-from .runner import FAILED, _lse_dtype, arguments_of, run_case
-from .targets.protocol import NotOffered, Target
+from .models import ModelCase
+from .observations import Arrays, Row, bounds_of, distance, observe, rows_of
+from .targets.protocol import Target
+from .workers import THREADS
 from .zoo.catching import touched
 from .zoo.every import all_faults
 from .zoo.faults import Fault, Faulty
 
-Arrays = dict[str, np.ndarray]
 # Failing rows that every hypothesis is tried on; those that explain any are tried on all rows.
 FIRST = 10
 # How many guesses go on to all rows, and how many are printed.
 BEST, SHOWN = 12, 3
-NOT_FUNCTIONS = ("Transformer", "Trainer", "key")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A case in the dtype and kernel in which it is looked at; share: of its budget, over 1 failed."""
-
-    case: Case
-    dtype: str
-    kernel: str
-    share: float
-    failed: bool
+# Seconds for a diagnosis in a process of its own.
+TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -61,99 +56,14 @@ class Guess:
         return len(self.explained) / max(len(self.explained) + len(self.contradicted), 1)
 
 
-def rows_of(target: Target, level: str = "quick", pattern: str | None = None) -> list[Row]:
-    """Every function row that the target offers, judged: failing ones in the dtype where they fail first."""
-    found = []
-    for case in rows.select(rows.load_cases(), level, pattern):
-        if case.verb == "refuses":
-            continue
-        results = [result for result in run_case(case, target, level) if result.status != "not offered"]
-        if not results:
-            continue
-        worst = next((result for result in results if result.status == FAILED), results[0])
-        found.append(Row(case, worst.dtype, worst.kernel, worst.share, worst.status == FAILED))
-    return found
-
-
-def observe(target: Target, row: Row) -> Arrays:
-    """What a target gives on a row: results and gradients by name, or the kind of its error."""
-    case = row.case
-    given = arguments_of(case, row.dtype, row.kernel)
-    found: Arrays = {}
-    try:
-        with target.scope(row.dtype):
-            for label, arguments in _variants(case, given, row.dtype):
-                target.require(case.function, arguments)
-                found |= {f"{label}{name}": x for name, x in target.call(case.function, arguments).items()}
-            if case.gradients:
-                cotangents = _cotangents(case, given, row.dtype)
-                got = target.gradients(case.function, given, list(case.gradients), cotangents)
-                found |= {f"gradient of {name}": x for name, x in got.items()}
-    except NotOffered:
-        pass
-    except Exception as error:  # whatever a target raises is an observation
-        return {"error": np.array(type(error).__name__)}
-    return found
-
-
-def _variants(case: Case, given: dict[str, Any], dtype: str) -> list[tuple[str, dict[str, Any]]]:
-    calls = [("", given)]
-    if case.unchanged is not None:
-        name, place = case.unchanged["input"], case.unchanged["at"]
-        for value in case.unchanged["values"]:
-            moved = given[name].copy()
-            moved[tuple(slice(*pair) for pair in place)] = rounded(
-                np.float64({"nan": np.nan, "inf": np.inf}.get(value, value)) * np.ones(()), dtype
-            )
-            calls.append((f"{name} at {value}: ", {**given, name: moved}))
-    return calls
-
-
-def _expected(case: Case, given: dict[str, Any], dtype: str) -> oracle.Expected:
-    exact = {name: widened(x) for name, x in given.items() if name != "kernel"}
-    return oracle.expected(case.id, case.function, exact, list(case.gradients), dtype)
-
-
-def _cotangents(case: Case, given: dict[str, Any], dtype: str) -> Arrays:
-    found = _expected(case, given, dtype).cotangents
-    return {name: rounded(x, _lse_dtype(dtype) if name == "lse" else dtype) for name, x in found.items()}
-
-
-def bounds_of(row: Row) -> Arrays:
-    """The row's budgets under the names of its observations."""
-
-    def make() -> Arrays:
-        want = _expected(row.case, arguments_of(row.case, row.dtype), row.dtype)
-        return want.bounds | {f"gradient of {name}": x for name, x in want.gradient_bounds.items()}
-
-    return remembered(("bounds", row.case.id, row.dtype), make)
-
-
-def distance(got: Arrays, other: Arrays, bounds: Arrays, dtype: str) -> float:
-    """The largest difference in shares of the budget; infinite where shapes, dtypes, NaN or exact values differ.
-
-    What only `other` has is passed over: a target may have no gradients.
-    """
-    if not got or not set(got) <= set(other):
-        return np.inf
-    return max((_apart(name, x, other[name], bounds, dtype) for name, x in got.items()), default=0.0)
-
-
-def _apart(name: str, x: np.ndarray, y: np.ndarray, bounds: Arrays, dtype: str) -> float:
-    if x.shape != y.shape or x.dtype != y.dtype or x.dtype.kind == "U":
-        return 0.0 if x.shape == y.shape and x.dtype.kind == y.dtype.kind == "U" and bool((x == y).all()) else np.inf
-    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    if same.all():
-        return 0.0
-    bound = bounds.get(name.rsplit(": ", 1)[-1])
-    error = np.abs(np.subtract(a, b, out=np.zeros(a.shape), where=~same))
-    if bound is None or bound.shape != a.shape or not np.isfinite(error).all():
-        return np.inf
-    # A fault's own result may be larger than the right one, and stand where the right one is exactly 0.
-    size = np.where(np.isfinite(b), np.abs(b), 0.0)
-    allowed = bound + np.mean(bound) + budget.OUTPUT * budget.UNIT[dtype] * size
-    return float(np.max(np.divide(error, allowed, out=np.full(a.shape, np.inf), where=allowed > 0)[~same]))
+# Rounding that no single fault imitates to the digit: each half type rounds in its own places.
+HALF = Fault(
+    "half-arithmetic", "intermediate results in half precision", "subtle",
+    "half types are computed in the half type itself, float32 and float64 are right; the contract computes in float32 "
+    "at least and rounds once", dict,
+)  # fmt: skip
+# A few roundings of intermediate results take a few budgets, up to a hundred where sums are long.
+MOST_ROUNDING = 1000.0
 
 
 class Bench:
@@ -162,14 +72,14 @@ class Bench:
     def __init__(self) -> None:
         self.reference = Target(oracle.reference(), "core_numpy")
         # A fault that only fails to refuse shows in no number.
-        self.faults = [f for f in all_faults() if not f.refusals and not touched(f) & set(NOT_FUNCTIONS)]
+        self.faults = [f for f in all_faults() if not f.refusals]
         self.targets = {fault.id: Target(Faulty(fault), fault.id) for fault in self.faults}
 
     def of(self, name: str, row: Row) -> Arrays:
         """What the fault `name`, or "" for the reference, gives on a row."""
         plain = Row(row.case, row.dtype, "auto", 0.0, False)
         target = self.targets[name] if name else self.reference
-        return remembered(("seen", name, row.case.id, row.dtype), lambda: observe(target, plain))
+        return remembered(("seen", name, row.case.id, row.case.function, row.dtype), lambda: observe(target, plain))
 
     def shows(self, fault: Fault, row: Row) -> bool:
         """Whether the fault changes the row's answer."""
@@ -177,9 +87,10 @@ class Bench:
             return False
 
         def make() -> bool:
-            return distance(self.of(fault.id, row), self.of("", row), bounds_of(row), row.dtype) > 1.0
+            faulty = about(fault, row, self.of(fault.id, row))
+            return distance(faulty, self.of("", row), bounds_of(row), row.dtype) > 1.0
 
-        return remembered(("shows", fault.id, row.case.id, row.dtype), make)
+        return remembered(("shows", fault.id, row.case.id, row.case.function, row.dtype), make)
 
 
 def diagnose(target: Target, judged: Sequence[Row], bench: Bench) -> list[Guess]:
@@ -194,7 +105,18 @@ def diagnose(target: Target, judged: Sequence[Row], bench: Bench) -> list[Guess]
             break
         guesses.append(found[0])
         left = [row for row in left if row.case.id not in found[0].explained]
-    return guesses
+    return [*guesses, *_rounding(left)][:SHOWN]
+
+
+def _rounding(left: Sequence[Row]) -> list[Guess]:
+    """Cases that fail by a few budgets in a half type alone; wider types are judged first."""
+    rounded = [row for row in left if row.dtype in ("bfloat16", "float16") and 1.0 < row.share < MOST_ROUNDING]
+    if not rounded:
+        return []
+    least = min(rounded, key=lambda row: row.share)
+    worst = max(rounded, key=lambda row: row.share)
+    names = tuple(row.case.id for row in rounded)
+    return [Guess(HALF, names, (), least.case.id, least.share, worst.share)]
 
 
 def _ranked(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:
@@ -218,12 +140,23 @@ def _fits(fault: Fault, row: Row, seen: dict[str, Arrays], bench: Bench) -> bool
     """Within the budget of the fault, and nearer to it than to the contract."""
     if row.case.function not in touched(fault):
         return False
-    near = _away(fault.id, row, seen, bench)
-    return near <= 1.0 and 2.0 * near < _away("", row, seen, bench)
+    near, far = _away(fault, row, seen, bench)
+    return near <= 1.0 and 2.0 * near < far
 
 
-def _away(name: str, row: Row, seen: dict[str, Arrays], bench: Bench) -> float:
-    return distance(seen[row.case.id], bench.of(name, row), bounds_of(row), row.dtype)
+def _away(fault: Fault, row: Row, seen: dict[str, Arrays], bench: Bench) -> tuple[float, float]:
+    """How far the target is from the fault, and from the contract."""
+    got, bounds = about(fault, row, seen[row.case.id]), bounds_of(row)
+    near, far = (distance(got, bench.of(name, row), bounds, row.dtype) for name in (fault.id, ""))
+    return near, far
+
+
+def about(fault: Fault, row: Row, seen: Arrays) -> Arrays:
+    """What the fault speaks of: not gradients, unless it changes those. A planted fault of a result leaves the
+    reference's own gradients as they are; the gradients of a target that has it follow its result."""
+    if isinstance(row.case, ModelCase) or f"gradients.{row.case.function}_vjp" in fault.functions():
+        return seen
+    return {name: x for name, x in seen.items() if not name.startswith("gradient of ")}
 
 
 def _guess(fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> Guess:
@@ -232,7 +165,7 @@ def _guess(fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[
     for row in judged:
         if row.failed and row.case.id in open_rows and _fits(fault, row, seen, bench):
             explained.append(row.case.id)
-            near, far = (_away(name, row, seen, bench) for name in (fault.id, ""))
+            near, far = _away(fault, row, seen, bench)
             if near < share or (near == share and np.isfinite(far) and not np.isfinite(away)):
                 closest, share, away = row.case.id, near, far
         elif bench.shows(fault, row) or (row.case.id in open_rows and row.case.function in touched(fault)):
@@ -258,15 +191,68 @@ def named_rightly(found: Sequence[tuple[Fault, list[Guess]]]) -> list[str]:
     return [fault.id for fault, guesses in found if guesses and guesses[0].fault.id == fault.id]
 
 
-def sentence(guess: Guess) -> str:
-    """The diagnosis with its evidence."""
+def evidence(guess: Guess) -> str:
+    """How many cases the fault explains, and how near the target is to it."""
+    number = len(guess.explained)
+    cases = f"It explains {number} failing case{'s' * (number > 1)}"
+    if guess.fault is HALF:
+        return f"{cases}, which take {guess.share:.3g} to {guess.away:.3g} times their budgets in a half type alone."
     near = f"{guess.share:.2g} of the error budget" if guess.share > 0 else "no difference at all"
     far = f"{guess.away:.3g} times the budget" if np.isfinite(guess.away) else "no finite number of budgets"
-    against = f"; {len(guess.contradicted)} rows speak against it" if guess.contradicted else ""
+    against = f"; {len(guess.contradicted)} speak against it" if guess.contradicted else ""
     return (
-        f"{guess.fault.diagnosis}.\n  It explains {len(guess.explained)} failing rows{against}. On {guess.closest} "
-        f"there is {near} between the target and this fault, and {far} between the target and the contract."
+        f"{cases}{against}. On {guess.closest} there is {near} "
+        f"between the target and this fault, and {far} between the target and the contract."
     )
+
+
+def document(target: str, failing: Sequence[str], guesses: Sequence[Guess]) -> dict[str, Any]:
+    """The JSON document of a diagnosis (docs/json.md)."""
+    explained = {name for guess in guesses for name in guess.explained}
+    return {
+        "schema": 1,
+        "target": target,
+        "failing": list(failing),
+        "guesses": [
+            {
+                "fault": guess.fault.id,
+                "diagnosis": guess.fault.diagnosis,
+                "stands_for": guess.fault.stands_for,
+                "evidence": evidence(guess),
+                "explained": list(guess.explained),
+                "contradicted": list(guess.contradicted),
+            }
+            for guess in guesses
+        ],
+        "unexplained": [name for name in failing if name not in explained],
+    }
+
+
+def separately(name: str, level: str, pattern: str | None) -> dict[str, Any]:
+    """The document of a diagnosis made in a process of its own, since the target may hang or die; {"note": why there is
+    none} where it gave none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "diagnosis.json")
+        command = [sys.executable, "-m", "conformance", "diagnose", name, "--level", level, "--json", path]
+        command += ["--case", pattern] if pattern else []
+        paths = os.pathsep.join(filter(None, [*sys.path, os.getcwd()]))
+        environment = {**os.environ, **THREADS, "PYTHONPATH": paths}
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, said = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with what the target started
+            process.communicate()
+            return {"note": f"the diagnosis took longer than {TIMEOUT:g} seconds and was ended"}
+        try:
+            with open(path, encoding="utf-8") as file:
+                found: dict[str, Any] = json.load(file)
+        except (OSError, ValueError):
+            return {"note": f"there is no diagnosis: {(said.strip().splitlines() or ['it said nothing'])[-1]}"}
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -278,6 +264,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("target", help="a module, as for `conformance run`")
     parser.add_argument("--level", default="quick", choices=rows.LEVELS)
     parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
+    parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON; - for standard output")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
     from .targets import load
@@ -286,16 +273,28 @@ def main(argv: Sequence[str]) -> int:
     with remembering():
         judged = rows_of(target, options.level, options.case)
         if not judged:
-            raise ValueError(f"{options.target} offers nothing that a function row could judge")
+            raise ValueError(f"{options.target} offers nothing that a case could judge")
         failing = [row.case.id for row in judged if row.failed]
+        guesses = diagnose(target, judged, Bench()) if failing else []
+    found = document(target.name, failing, guesses)
+    if options.json:
+        from .summary import write_json
+
+        write_json(options.json, found)
+    if options.json != "-":
+        print_document(target.name, found)
         if not failing:
-            print(f"nothing to diagnose: {len(judged)} function rows pass")
-            return 0
-        guesses = diagnose(target, judged, Bench())
-    explained = {name for guess in guesses for name in guess.explained}
-    for number, guess in enumerate(guesses, 1):
-        print(f"{number}. {sentence(guess)}")
-    rest = [name for name in failing if name not in explained]
+            print(f"nothing to diagnose: {len(judged)} cases pass")
+    return int(bool(failing))
+
+
+def print_document(target: str, found: Mapping[str, Any]) -> None:
+    """A diagnosis for the terminal: the guesses with their evidence, and what they leave open."""
+    if "note" in found:
+        print(f"{target}: {found['note']}")
+        return
+    for number, guess in enumerate(found["guesses"], 1):
+        print(f"{number}. {guess['diagnosis']}.\n  {guess['evidence']}")
+    rest = found["unexplained"]
     if rest:
         print(f"no known fault explains {', '.join(rest[:8])}" + (f" and {len(rest) - 8} more" if rest[8:] else ""))
-    return 1

@@ -234,6 +234,23 @@ def _judge_gradients(
         check_within(tally, name if name == "loss" else f"gradient of {name}", got[name], value, bounds[name])
 
 
+def bounds_by_name(case: ModelCase, dtype: str) -> Arrays:
+    """The budgets of everything that a model or training row compares; initial parameters have none: they are equal."""
+    core = reference()
+    if case.train is not None:
+        initial = core.get_params(core.Transformer(config_of(core, case.config), seed=7, dtype=dtype))
+        return training_expected(case, initial, dtype)[1]
+    batch, call = inputs_of(case)
+    mine = core.Transformer(config_of(core, case.config), seed=7, dtype="float64")
+    params = random_params(case.id, core.get_params(mine), dtype)
+    exact, given = {name: widened(x) for name, x in params.items()}, forward_arguments(batch, call)
+    _, bounds = remembered(("forward", case.id, dtype), lambda: forward_expected(mine, exact, batch, given, dtype))
+    if "targets" not in batch or call:
+        return dict(bounds)
+    _, backward = remembered(("gradients", case.id, dtype), lambda: gradients_expected(case, mine, exact, batch, dtype))
+    return bounds | {name if name == "loss" else f"gradient of {name}": x for name, x in backward.items()}
+
+
 def _root_mean_square(arrays: list[np.ndarray]) -> float:
     number = sum(x.size for x in arrays)
     return float(np.sqrt(sum(float(np.sum(x**2)) for x in arrays) / number)) if number else 0.0
@@ -249,28 +266,43 @@ def _trainer(module: Any, case: ModelCase, params: Arrays, dtype: str) -> Any:
 def _judge_training(case: ModelCase, target: Target, dtype: str, tally: Tally) -> None:
     core = reference()
     assert case.train is not None
-    steps = case.train["steps"]
-    batches = [
-        {name: build(f"{case.id}/{step}", name, spec) for name, spec in case.batch.items()} for step in range(steps)
-    ]
     initial = core.get_params(core.Transformer(config_of(core, case.config), seed=7, dtype=dtype))
-
-    def expected() -> tuple[Arrays, Arrays]:
-        run = _reference_run(case, initial, batches)
-        return run, _twin_bounds(case, initial, batches, run, dtype)
-
-    want, bounds = remembered(("training", case.id, dtype), expected)
-    trainer = _trainer(target.module, case, initial, dtype)
-    native = [{name: target.native(x) for name, x in batch.items()} for batch in batches]
-    records = [trainer.step(batch) for batch in native]
-    got: Arrays = {
-        name: np.array([float(record[name]) for record in records]) for name in ("loss", "grad_norm", "lr", "tokens")
-    }
-    got |= {f"final {name}": x.astype(np.float64) for name, x in target.module.get_params(trainer.model).items()}
+    want, bounds = training_expected(case, initial, dtype)
+    got = training_answers(case, target, initial, dtype)
     if list(got) != list(want):
         raise Disagreement(f"training must report {list(want)}; got {list(got)}")
     for name, value in want.items():
         check_within(tally, name, got[name], value, bounds[name])
+
+
+def training_batches(case: ModelCase) -> list[Arrays]:
+    assert case.train is not None
+    return [
+        {name: build(f"{case.id}/{step}", name, spec) for name, spec in case.batch.items()}
+        for step in range(case.train["steps"])
+    ]
+
+
+def training_expected(case: ModelCase, initial: Arrays, dtype: str) -> tuple[Arrays, Arrays]:
+    """Records and last parameters of the reference's run, and their bounds."""
+
+    def expected() -> tuple[Arrays, Arrays]:
+        batches = training_batches(case)
+        run = _reference_run(case, initial, batches)
+        return run, _twin_bounds(case, initial, batches, run, dtype)
+
+    return remembered(("training", case.id, dtype), expected)
+
+
+def training_answers(case: ModelCase, target: Target, initial: Arrays, dtype: str) -> Arrays:
+    """Records and last parameters of the target's run from `initial`."""
+    trainer = _trainer(target.module, case, initial, dtype)
+    native = [{name: target.native(x) for name, x in batch.items()} for batch in training_batches(case)]
+    records = [trainer.step(batch) for batch in native]
+    got: Arrays = {
+        name: np.array([float(record[name]) for record in records]) for name in ("loss", "grad_norm", "lr", "tokens")
+    }
+    return got | {f"final {name}": x.astype(np.float64) for name, x in target.module.get_params(trainer.model).items()}
 
 
 def _reference_run(

@@ -17,6 +17,7 @@ import numpy as np
 from . import oracle
 from .budget import UNIT
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
+from .errormap import error_map
 from .functions import ATTENTION, FUNCTIONS
 from .inputs import DTYPES, build, rounded, widened
 from .rows import Case
@@ -29,7 +30,8 @@ KNOWN = "known difference"
 
 @dataclass(frozen=True)
 class Result:
-    """One judged call. share: of the error budget, over 1 fails; comparisons: how many were made."""
+    """One judged call. share: of the error budget, over 1 fails; comparisons: how many were made; errors: where the
+    worst array is off (errormap.py), None where no arrays were compared."""
 
     case: str
     rules: tuple[str, ...]
@@ -43,6 +45,7 @@ class Result:
     comparisons: int
     detail: str
     seconds: float
+    errors: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,6 +157,7 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
         comparisons=tally.count,
         detail=" ".join(detail.split())[:400],
         seconds=seconds,
+        errors=None if tally.worst is None else error_map(*tally.worst),
     )
 
 

@@ -32,31 +32,36 @@ def document(
     results: Sequence[Result], facts: dict[str, dict[str, Any]], level: str, suite: str | None = None
 ) -> dict[str, Any]:
     """The JSON document of a run: per target its counts and every judged call. facts: what each target says of itself.
-    suite: the outside suite that was run, None for our own cases.
+    suite: the outside suite that was run, None for our own cases. A call has "errors", where it is off, if it failed
+    or if it used the most of its budget among the calls of its case.
 
     The same run gives the same bytes, `seconds` aside.
     """
     named = {}
     for name in facts:
         mine = [r for r in results if r.target == name]
-        cases = [
-            {
-                "id": r.case,
-                "rules": list(r.rules),
-                "function": r.function,
-                "dtype": r.dtype,
-                "kernel": r.kernel,
-                "status": r.status,
-                "share": float(f"{r.share:.4g}"),
-                "where": r.where,
-                "comparisons": r.comparisons,
-                "detail": r.detail,
-                "seconds": round(r.seconds, 4),
-            }
-            for r in mine
-        ]
-        named[name] = {"counts": counts(mine), "cases": cases}
+        worst: dict[str, Result] = {}
+        for r in mine:
+            if r.status == PASSED and (r.case not in worst or r.share > worst[r.case].share):
+                worst[r.case] = r
+        named[name] = {"counts": counts(mine), "cases": [_call(r, worst.get(r.case) is r) for r in mine]}
     return {"schema": SCHEMA, "level": level, "suite": suite, "targets": named, "environment": environment(facts)}
+
+
+def _call(r: Result, worst: bool) -> dict[str, Any]:
+    return {
+        "id": r.case,
+        "rules": list(r.rules),
+        "function": r.function,
+        "dtype": r.dtype,
+        "kernel": r.kernel,
+        "status": r.status,
+        "share": float(f"{r.share:.4g}"),
+        "where": r.where,
+        "comparisons": r.comparisons,
+        "detail": r.detail,
+        "seconds": round(r.seconds, 4),
+    } | ({"errors": r.errors} if r.errors and (worst or r.status in (FAILED, KNOWN)) else {})
 
 
 def counts(results: Sequence[Result]) -> dict[str, int]:

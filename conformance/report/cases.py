@@ -1,42 +1,65 @@
-"""The list of cases in the HTML page: what each asks for, and what each target gave, to be filtered and opened."""
+"""The list of cases in the HTML page: what each asks for, what each target gave, and where it is off."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from ..errormap import SIDE
 
 # Worst first: what a reader came for.
 ORDER = ("failed", "known difference", "passed", "not offered")
+# Error maps per case: one for each dtype, the worst first.
+MAPS = 3
 
 
 def case_entries(targets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One entry per case and target, with its calls; failures first, then in the order of the run."""
     known = definitions()
+    inputs: dict[str, list[dict[str, Any]]] = {}
     entries: list[dict[str, Any]] = []
     for target, found in targets.items():
         grouped: dict[str, list[Mapping[str, Any]]] = {}
         for case in found.get("cases", []):
             grouped.setdefault(case.get("id", "?"), []).append(case)
-        entries += [_entry(target, name, calls, known.get(name)) for name, calls in grouped.items()]
+        for name, calls in grouped.items():
+            if name in known and name not in inputs:
+                inputs[name] = list(describe(known[name]))
+            entry = _entry(target, name, calls, known.get(name))
+            entry["given"] = inputs.get(name, [])
+            entry["diagnosis"] = diagnosis_of(name, found.get("diagnosis") or {})
+            entries.append(entry)
     return sorted(entries, key=lambda entry: ORDER.index(entry["status"]))
+
+
+def anchor(target: str, case: str) -> str:
+    """The page's name for a case of a target."""
+    return "case-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{target}-{case}")
 
 
 def _entry(target: str, name: str, calls: Sequence[Mapping[str, Any]], case: Any) -> dict[str, Any]:
     rules = calls[0].get("rules", ())
     statuses = [call.get("status") if call.get("status") in ORDER else "failed" for call in calls]
+    # A case has the worst status of its calls, and their largest share.
+    status = min(statuses, key=ORDER.index)
+    shares = [call.get("share") or 0.0 for call, one in zip(calls, statuses, strict=True) if one == status]
     return {
         "id": name,
+        "anchor": anchor(target, name),
         "target": target,
         "function": calls[0].get("function", ""),
         "rules": rules if isinstance(rules, str) else ", ".join(rules),
-        # A case has the worst status of its calls.
-        "status": min(statuses, key=ORDER.index),
-        "share": max((call.get("share") or 0.0 for call in calls if call.get("status") == "passed"), default=0.0),
+        "status": status,
+        "judged": status in ("passed", "failed") and max(shares) > 0,
+        "share": max(shares),
         "why": getattr(case, "why", ""),
-        "given": describe(case) if case is not None else [],
+        "maps": list(maps_of(calls)),
         "calls": [
             {
-                "how": f"{call.get('dtype', '')}, {call.get('kernel', '')}",
+                "how": _how(call),
                 "status": status,
                 "share": call.get("share") or 0.0,
                 "comparisons": call.get("comparisons", 0),
@@ -47,6 +70,41 @@ def _entry(target: str, name: str, calls: Sequence[Mapping[str, Any]], case: Any
     }
 
 
+def _how(call: Mapping[str, Any]) -> str:
+    return f"{call.get('dtype', '')}, {call.get('kernel', '')}"
+
+
+def diagnosis_of(name: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the target's diagnosis says of one case, with the evidence."""
+    said = [(one["diagnosis"], one["evidence"]) for one in found.get("guesses", []) if name in one["explained"]]
+    if not said and name in found.get("unexplained", []):
+        return [("no known fault explains this case", "")]
+    return said
+
+
+def maps_of(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The error maps of a case, failures first, one per dtype."""
+    with_map = [call for call in calls if (call.get("errors") or {}).get("panels")]
+    with_map.sort(key=lambda call: (call.get("status") != "failed", -(call.get("share") or 0.0)))
+    seen: set[str] = set()
+    for call in with_map:
+        if call.get("dtype", "") in seen or len(seen) == MAPS:
+            continue
+        seen.add(call.get("dtype", ""))
+        errors = call["errors"]
+        cells = "".join(row for panel in errors["panels"] for row in panel["rows"])
+        over = sum(character in "abcdefx" for character in cells)
+        down, across = errors["pool"]
+        yield {
+            "name": errors["name"],
+            "shape": _shape(errors["shape"]),
+            "how": _how(call),
+            "said": f"{over} of {len(cells)} squares over the budget" if over else "all within the budget",
+            "pooled": f"Each square is the worst of {down}×{across} elements." if down * across > 1 else "",
+            "panels": [{**panel, "pool": errors["pool"]} for panel in errors["panels"]],
+        }
+
+
 def definitions() -> dict[str, Any]:
     """The cases that this version knows, by id."""
     from ..workers import selected
@@ -54,22 +112,54 @@ def definitions() -> dict[str, Any]:
     return {case.id: case for case in selected("exhaustive", None)}
 
 
-def describe(case: Any) -> list[tuple[str, str]]:
-    """Name and description of each input and argument of a case."""
-    named: dict[str, Any] = {}
-    for field in ("inputs", "batch", "call", "config", "train", "loss", "arguments"):
-        values = getattr(case, field, None)
-        named |= {name: _text(value) for name, value in (values or {}).items()}
-    return list(named.items())
+def describe(case: Any) -> Iterator[dict[str, Any]]:
+    """Name and description of each input and argument of a case, with a picture of each boolean matrix."""
+    from ..inputs import build
+
+    for field in ("inputs", "batch", "call"):
+        for name, spec in (getattr(case, field, None) or {}).items():
+            made = build(case.id, name, spec) if isinstance(spec, dict) and "tree" not in spec else None
+            array = made if isinstance(made, np.ndarray) else None
+            yield {"name": name, "text": _text(spec) + ("" if array is None else _contents(array)), **_picture(array)}
+    for field in ("config", "train", "loss", "arguments"):
+        for name, value in (getattr(case, field, None) or {}).items():
+            yield {"name": name, "text": _text(value), "rows": []}
+
+
+def _contents(x: np.ndarray) -> str:
+    """The range of an array, and how much of it is special."""
+    if not x.size or x.dtype == bool:
+        return "" if not x.size else f"; {int(x.sum())} of {x.size} True"
+    wide = np.asarray(x, dtype=np.float64)
+    finite = wide[np.isfinite(wide)]
+    said = f"; {finite.min():.3g} to {finite.max():.3g}" if finite.size else ""
+    for name, number in (("NaN", np.isnan(wide).sum()), ("infinite", np.isinf(wide).sum())):
+        said += f", {int(number)} {name}" if number else ""
+    return said
+
+
+def _picture(x: np.ndarray | None) -> dict[str, Any]:
+    """The first matrix of a boolean array that fits."""
+    if x is None or x.dtype != bool or x.ndim < 2 or not x.size or max(x.shape[-2:]) > 2 * SIDE:
+        return {"rows": []}
+    first = x.reshape(-1, *x.shape[-2:])[0]
+    return {
+        "rows": ["".join("#" if seen else "." for seen in row) for row in first],
+        "at": [0] * (x.ndim - 2),
+        "pool": [1, 1],
+    }
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "a number"
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, dict):
         return "none" if value is None else str(value)
     if "shape" in value:
-        shape = "×".join(map(str, value["shape"]))
         rest = ", ".join(f"{k} {v}" for k, v in value.items() if k != "shape")
-        return f"{shape or 'a number'}{', ' + rest if rest else ''}"
+        return f"{_shape(value['shape'])}{', ' + rest if rest else ''}"
     text = str(value.get("values", value))
-    text += f" as {'×'.join(map(str, value['reshape']))}" if "reshape" in value else ""
+    text += f" as {_shape(value['reshape'])}" if "reshape" in value else ""
     return text if len(text) <= 300 else text[:300] + " …"

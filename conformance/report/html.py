@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..race.table import HEADINGS, table_rows
-from .cases import case_entries
+from .cases import anchor, case_entries
 
 FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
 # A page is read by people; the JSON document holds everything.
@@ -28,18 +28,20 @@ def write_report(
     training: Document | None = None,
     race: Document | None = None,
     race_png: bytes | None = None,
+    lab: Document | None = None,
     notes: Sequence[str] = (),
     title: str = "Attention conformance",
 ) -> None:
     """Write the page, whole or not at all.
 
     conformance: the JSON document of `conformance run`. training: {"curves": {name: [[step, loss], ...]}, "validation":
-    {name: bits per byte}, "sentences": [...], "png": bytes}. race: the document of `race.run`.
+    {name: bits per byte}, "sentences": [...], "png": bytes}. race: the document of `race.run`. lab: the document of
+    `conformance lab --json`, with "pictures": {name: bytes} and "link": where its own page is, if there are such.
     """
     from ..summary import write_text
 
     page = render(
-        conformance=conformance, training=training, race=race, race_png=race_png, notes=notes, title=title
+        conformance=conformance, training=training, race=race, race_png=race_png, lab=lab, notes=notes, title=title
     )  # fmt: skip
     write_text(Path(path), page)
 
@@ -50,24 +52,32 @@ def render(
     training: Document | None = None,
     race: Document | None = None,
     race_png: bytes | None = None,
+    lab: Document | None = None,
     notes: Sequence[str] = (),
     title: str = "Attention conformance",
 ) -> str:
     """The page as text. What comes from outside is escaped."""
     try:
         import jinja2
+        from markupsafe import Markup
     except ImportError as error:
         raise ImportError(f"the HTML page needs the package jinja2: pip install jinja2 ({error})") from error
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    parts = {
+        kind: (Path(__file__).parent / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    }
+    template = environment.from_string(parts["html"])
     page: str = template.render(
         title=title,
+        style=Markup(parts["css"]),
+        script=Markup(parts["js"]),
         notes=list(notes),
         conformance=None if conformance is None else conformance_section(conformance),
         training=None if training is None else training_section(training),
         race=None if race is None else race_section(race, race_png),
+        lab=None if lab is None else lab_section(lab),
         environment=environment_section(conformance, race),
         count=count_cell,
         mark=mark,
@@ -136,6 +146,11 @@ def conformance_section(document: Document) -> dict[str, Any]:
         "more_failures": max(len(failures) - MOST_FAILURES, 0),
         "closest": closest,
         "cases": case_entries(targets),
+        "diagnoses": [
+            (name, {"note": "", "guesses": [], "unexplained": []} | found["diagnosis"])
+            for name, found in targets.items()
+            if found.get("diagnosis")
+        ],
     }
 
 
@@ -157,6 +172,7 @@ def _case(target: str, case: Mapping[str, Any]) -> dict[str, Any]:
     rules = case.get("rules", case.get("rule", ""))
     return {
         "id": case.get("id", "?"),
+        "anchor": anchor(target, case.get("id", "?")),
         "target": target,
         "rules": rules if isinstance(rules, str) else ", ".join(rules),
         "how": ", ".join(str(case[key]) for key in ("dtype", "kernel") if case.get(key)),
@@ -197,6 +213,16 @@ def race_section(document: Document, png: bytes | None) -> dict[str, Any]:
     place = document.get("environment", {})
     said = f"{place['processor']}, {place['threads']} threads." if "processor" in place and "threads" in place else ""
     return {"races": races, "headings": HEADINGS, "png": data_uri(png), "place": said}
+
+
+def lab_section(document: Document) -> dict[str, Any]:
+    """Each experiment's claims with what was measured, and its picture."""
+    pictures = document.get("pictures", {})
+    experiments = [
+        {"name": name, "claim": one["claim"], "claims": one["claims"], "png": data_uri(pictures.get(name))}
+        for name, one in document.get("experiments", {}).items()
+    ]
+    return {"backend": document.get("backend", "?"), "experiments": experiments, "link": document.get("link", "")}
 
 
 def environment_section(conformance: Document | None, race: Document | None) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import core_numpy
-from conformance.diagnose import Bench, diagnose, main, named_rightly, rows_of, score_zoo, sentence
+from conformance.diagnose import Bench, diagnose, evidence, main, named_rightly, rows_of, score_zoo
 from conformance.memory import remembering
 from conformance.targets.protocol import Target
 from conformance.zoo import all_faults
@@ -48,7 +48,7 @@ def test_a_causal_mask_aligned_bottom_right_is_named():
     module = outside(attention=plain_attention(lambda T, S, offset: np.tri(T, S, S - T, dtype=bool)))
     guess = first_guess(module, "attention")[0]
     assert guess.fault.id == "causal-end" and guess.contradicted == ()
-    said = sentence(guess)
+    said = f"{guess.fault.diagnosis}. {evidence(guess)}"
     assert said.startswith("your causal mask is aligned bottom-right; the contract is j <= i + q_offset.")
     assert guess.share < 1 < guess.away
 

@@ -123,7 +123,7 @@ def test_what_comes_from_outside_is_escaped():
 
 def test_the_page_is_readable_in_the_dark_and_on_a_phone():
     page = render(conformance=CONFORMANCE)
-    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert "color-scheme: light dark" in page and "light-dark(" in page and 'name="viewport"' in page
     checker, _ = parsed(conformance=CONFORMANCE, training=TRAINING, race=RACE)
     boxes = sum(attributes.get("class") == "wide" for tag, attributes in checker.tags if tag == "div")
     assert boxes == sum(tag == "table" for tag, _ in checker.tags)  # a wide table scrolls in its own box
@@ -145,11 +145,58 @@ def test_the_list_of_cases_says_what_was_asked_and_what_came():
     ]}}}  # fmt: skip
     first, second = case_entries(document["targets"])
     assert (first["id"], first["status"], len(first["calls"])) == ("attention-causal", "failed", 2)
-    assert first["why"].startswith("causal, equal lengths") and ("q", "2×2×9×8") in first["given"]
-    assert ("causal", "True") in first["given"] and first["calls"][1]["detail"] == "off by one"
+    given = {one["name"]: one["text"] for one in first["given"]}
+    assert first["why"].startswith("causal, equal lengths") and given["q"] == "2×2×9×8; -3.2 to 2.72"
+    assert given["causal"] == "True" and first["calls"][1]["detail"] == "off by one"
     assert second["status"] == "known difference"
     _, text = parsed(conformance=document)
     assert "1 known" in text and "a reason" in text and "2×2×9×8" in text
+
+
+def test_a_boolean_input_is_a_picture():
+    (entry,) = case_entries({"t": {"cases": [case(id="attention-dead-row-mean")]}})
+    (mask,) = [one for one in entry["given"] if one["name"] == "mask"]
+    assert mask["rows"] == ["...", ".#."] and mask["text"].endswith("; 1 of 6 True")
+    assert all(one["rows"] == [] for one in entry["given"] if one["name"] != "mask")
+
+
+def test_error_maps_come_worst_first_one_for_each_dtype():
+    def mapped(dtype, status, share, row):
+        errors = {"name": "out", "shape": [3], "pool": [1, 1], "panels": [{"at": [], "rows": [row]}]}
+        return case(dtype=dtype, status=status, share=share, errors=errors)
+
+    calls = [mapped("float64", "passed", 0.5, ".5."), mapped("float32", "failed", 2.0, "a.0"),
+             mapped("float32", "failed", 30.0, "b.x"), case()]  # fmt: skip
+    (entry,) = case_entries({"t": {"cases": calls}})
+    assert [(one["how"], one["said"]) for one in entry["maps"]] == [
+        ("float32, auto", "2 of 3 squares over the budget"), ("float64, auto", "all within the budget"),
+    ]  # fmt: skip
+    _, text = parsed(conformance={"targets": {"t": {"cases": calls}}})
+    assert "b.x" in text and "a.0" not in text
+
+
+def test_a_diagnosis_stands_at_its_target_and_at_the_cases_that_it_explains():
+    guess = {"fault": "f", "diagnosis": "it <leaks>", "stands_for": "a leak", "evidence": "Much.",
+             "explained": ["one"], "contradicted": []}  # fmt: skip
+    cases = [case(id=name, status="failed") for name in ("one", "two", "three")]
+    document = {"targets": {"t": {"cases": cases, "diagnosis": {"guesses": [guess], "unexplained": ["two"]}}}}
+    found = {entry["id"]: entry["diagnosis"] for entry in case_entries(document["targets"])}
+    assert found == {"one": [("it <leaks>", "Much.")], "two": [("no known fault explains this case", "")], "three": []}
+    page = render(conformance=document)
+    assert page.count("it &lt;leaks&gt;") == 2 and "No known fault explains two." in page
+    noted = render(conformance={"targets": {"t": {"cases": cases, "diagnosis": {"note": "it took too long"}}}})
+    assert "it took too long" in noted
+
+
+def test_the_lab_has_its_claims_pictures_and_link():
+    claims = [{"text": "two see more", "measured": "91 %", "held": True},
+              {"text": "four even more", "measured": "90 %", "held": False}]  # fmt: skip
+    lab = {"backend": "core_numpy", "link": "lab/lab.html", "pictures": {"heads": PNG},
+           "experiments": {"heads": {"claim": "c", "claims": claims}}}  # fmt: skip
+    checker, text = parsed(lab=lab)
+    assert "held : two see more Measured: 91 %." in text and "did not hold : four even more" in text
+    assert any(attributes.get("href") == "lab/lab.html" for _, attributes in checker.tags)
+    assert sum(tag == "img" for tag, _ in checker.tags) == 1
 
 
 def test_shares_are_percentages():
