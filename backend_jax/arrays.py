@@ -24,6 +24,11 @@ def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> jax.A
     return jax.device_put(array.astype(wanted), device)
 
 
+def place_of(x: jax.Array) -> Any:
+    """Where x was put, for `from_numpy`; None where JAX chose, so that a jitted function is not compiled again."""
+    return x.sharding if x.committed else None
+
+
 def to_numpy(x: jax.Array) -> np.ndarray:
     """The values as a NumPy array on the host, waited for; bfloat16 becomes ml_dtypes.bfloat16, bit for bit."""
     return np.array(x)

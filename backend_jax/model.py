@@ -16,7 +16,7 @@ from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
 from . import encodings, layers, random
-from .arrays import from_numpy, to_numpy, values
+from .arrays import from_numpy, place_of, to_numpy, values
 from .block import Block, make_rotary
 from .cache import KVCache, close_cache, open_cache
 from .modules import Initial, Norm, Stored, drop, matmul
@@ -292,7 +292,7 @@ def set_params(module: nnx.Module, params: dict[str, np.ndarray]) -> None:
     own = named_parameters(module)
     checks.check_params({name: (p.shape, p[...].dtype.name) for name, p in own.items()}, params)
     for name, p in own.items():
-        p[...] = from_numpy(params[name], device=p[...].sharding)
+        p[...] = from_numpy(params[name], device=place_of(p[...]))
 
 
 def named_parameters(module: Any) -> dict[str, nnx.Param]:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -17,17 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
+from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.checks import training as checks
 from core_numpy.contract.checks.common import require_int
 from core_numpy.contract.checks.layers import check_loss_options
 from core_numpy.contract.checks.model import check_params
 from core_numpy.contract.config import TrainConfig
 from core_numpy.contract.progress import fit_bar
+from core_numpy.contract.saving import Saver
 from core_numpy.contract.schedule import learning_rate
 
 from . import optimizer, random
-from .arrays import from_numpy, to_numpy
+from .arrays import from_numpy, place_of, to_numpy
 from .layers import cross_entropy_sum
 from .model import Transformer, named_parameters, set_params
 
@@ -92,19 +94,22 @@ def _value_and_gradients(loss: Loss, params: Arrays, batch: Arrays, key: jax.Arr
 class Trainer:
     """Trains a model in place: after each update its parameters are the new ones. Rules: core_numpy.training.
 
-    The step's buffers are donated: arrays read from the model before an update are gone after it; copy what is to last.
+    `updates` counts the finished updates, `batches` the batches taken, left-out ones included. `state` holds the
+    optimiser's slots by name. The step's buffers are donated: arrays read from the model before an update are gone
+    after it; copy what is to last.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         checks.check_trainer(model, config)
         checks.check_one_device(config)
-        self.model, self.config, self.updates = model, config, 0
+        self.model, self.config, self.updates, self.batches = model, config, 0, 0
         self._variables = named_parameters(model)
         # Copies, because a step donates the model's arrays and they may be somebody else's too.
         self._publish({name: jnp.copy(p) for name, p in self._params.items()})
         self.state = optimizer.initial_state(config, self._params)
         self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
         self._good = 0
+        self._saver = Saver()
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
         self._program = _program(nnx.split(model)[0], config, model.config.dropout > 0.0)
@@ -119,6 +124,7 @@ class Trainer:
 
         With nonfinite="skip", and in float16 after an overflow, a step may leave everything as it was, and warns.
         """
+        self._saver.check()
         self._check(batch)
         checks.check_accumulation(len(batch["tokens"]), self.config.accumulate)
         t = self.updates + 1
@@ -138,6 +144,7 @@ class Trainer:
             self._grow_scale()
         else:
             self._refuse(t, [name for name in self._variables if not np.isfinite(squares[name])])
+        self.batches += 1
         return {
             "loss": float(report["loss"]),
             "grad_norm": float(report["grad_norm"]),
@@ -171,18 +178,31 @@ class Trainer:
             total, tokens = total + float(loss), tokens + int(count)
         return {"loss": total / max(tokens, 1), "tokens": tokens}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint into the folder `path`, which any of the three backends can go on from."""
-        extra = {"backend": "backend_jax", "loss_scale": self.loss_scale, "loss_scale_steps": self._good}
-        write_checkpoint(
+    def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
+        """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
+
+        In the background a thread writes what the state is now, already on the host; an error comes from the next
+        step, `save` or `wait`.
+        """
+        return self._saver.save(
             path,
+            background=background,
             step=self.updates,
             params={name: to_numpy(p) for name, p in self._params.items()},
             state={slot: {name: to_numpy(x) for name, x in arrays.items()} for slot, arrays in self.state.items()},
             config=self.model.config,
             train_config=self.config,
-            extra=extra,
+            extra={
+                "backend": "backend_jax",
+                "batches": self.batches,
+                "loss_scale": self.loss_scale,
+                "loss_scale_steps": self._good,
+            },
         )
+
+    def wait(self) -> None:
+        """Return once the save in the background is on the disk; raise what it failed with."""
+        self._saver.wait()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Self:
@@ -196,8 +216,9 @@ class Trainer:
         for slot, arrays in trainer.state.items():
             check_params(expected, found.state.get(slot, {}))
             for name, x in arrays.items():
-                arrays[name] = from_numpy(found.state[slot][name], device=x.sharding)
-        trainer.updates = found.step
+                arrays[name] = from_numpy(found.state[slot][name], device=place_of(x))
+        trainer.updates, trainer._saver = found.step, Saver(found.path)
+        trainer.batches = int(found.extra.get("batches", found.step))
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
         trainer._good = int(found.extra.get("loss_scale_steps", 0))
         return trainer
@@ -237,7 +258,7 @@ class Trainer:
             log.warning("update %d left out: float16 gradients overflowed; the loss scale is %g", t, self.loss_scale)
             return
         if self.config.nonfinite == "stop":
-            checks.check_finite(t, names)
+            checks.check_finite(t, names, self._saver.last)
         log.warning("update %d left out: gradients that are not finite in %s", t, ", ".join(names[:5]))
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,9 @@ from core_numpy.contract.checks.training import (
     check_trainer,
 )
 from core_numpy.contract.config import TrainConfig
-from core_numpy.contract.files import read_checkpoint, write_checkpoint
+from core_numpy.contract.files import read_checkpoint
 from core_numpy.contract.progress import fit_bar
+from core_numpy.contract.saving import Saver
 from core_numpy.contract.schedule import learning_rate
 
 from .arrays import from_numpy, to_numpy
@@ -81,13 +83,14 @@ class Trainer:
     """Updates a model's parameters, batch by batch, in place. Rules: core_numpy.training, core_numpy.optimizer.
 
     The parameters become views into one buffer; move the model to another device before, not after. `updates` counts
-    the finished updates, `state` holds the optimiser's slots as buffers of the same layout.
+    the finished updates, `batches` the batches taken, left-out ones included. `state` holds the optimiser's slots as
+    buffers of the same layout.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         check_trainer(model, config)
         check_one_device(config)
-        self.model, self.config, self.updates = model, config, 0
+        self.model, self.config, self.updates, self.batches = model, config, 0, 0
         self.flat = Flat.of(named(model))
         self.grads = self.flat.like()
         self.state = initial_state(config, self.flat)
@@ -103,9 +106,11 @@ class Trainer:
         self._gradient_views = list(self.flat.views(self.grads).values())
         self.compiled = _wants_compiler(config, self.flat.data.device)
         self._loss = torch.compile(_loss_sum) if self.compiled else _loss_sum
+        self._saver = Saver()
 
     def step(self, batch: Batch) -> dict[str, Any]:
         """One update: {"loss", "grad_norm" before clipping, "lr", "tokens" counted}."""
+        self._saver.check()
         config, arrays, t = self.config, _arrays(batch), self.updates + 1
         check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
         check_accumulation(len(arrays["tokens"]), config.accumulate)
@@ -122,7 +127,7 @@ class Trainer:
             report["grad_norm"] = norm = float(torch.linalg.vector_norm(self.grads, dtype=torch.float64))
         clip(self.grads, norm, config.clip_norm)
         update(config, self.flat, self.grads, self.state, t=t, lr=lr)
-        self.updates = t
+        self.updates, self.batches = t, self.batches + 1
         self._good += 1
         if config.precision == "float16" and self._good == GROWTH_STEPS:
             self.loss_scale, self._good = 2.0 * self.loss_scale, 0
@@ -135,9 +140,10 @@ class Trainer:
             self.loss_scale, self._good = self.loss_scale / 2.0, 0
             log.warning("update %d left out: float16 gradients overflowed; the loss scale is %g", t, self.loss_scale)
         elif self.config.nonfinite == "stop":
-            check_finite(t, names)
+            check_finite(t, names, self._saver.last)
         else:
             log.warning("update %d left out: gradients that are not finite in %s", t, ", ".join(names[:5]))
+        self.batches += 1
         return report
 
     def _gradients(self, arrays: dict[str, np.ndarray], t: int, counted: int) -> Tensor:
@@ -203,17 +209,28 @@ class Trainer:
                 counted += _counted(arrays)
         return {"loss": total / max(counted, 1), "tokens": counted}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads."""
+    def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
+        """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
+
+        In the background a thread writes what the state is now, already on the host; an error comes from the next
+        step, `save` or `wait`.
+        """
         state = {
             slot: {name: to_numpy(turn(self.model, name, x)) for name, x in self.flat.views(buffer).items()}
             for slot, buffer in self.state.items()
         }
-        write_checkpoint(
-            path, step=self.updates, params=get_params(self.model), state=state, config=self.model.config,
-            train_config=self.config,
-            extra={"backend": "backend_torch", "loss_scale": self.loss_scale, "loss_scale_steps": self._good},
+        return self._saver.save(
+            path, background=background, step=self.updates, params=get_params(self.model), state=state,
+            config=self.model.config, train_config=self.config,
+            extra={
+                "backend": "backend_torch", "batches": self.batches,
+                "loss_scale": self.loss_scale, "loss_scale_steps": self._good,
+            },
         )  # fmt: skip
+
+    def wait(self) -> None:
+        """Return once the save in the background is on the disk; raise what it failed with."""
+        self._saver.wait()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Trainer:
@@ -229,7 +246,8 @@ class Trainer:
         for slot, buffer in trainer.state.items():
             for name, view in trainer.flat.views(buffer).items():
                 view.copy_(turn(model, name, from_numpy(found.state[slot][name])))
-        trainer.updates = found.step
+        trainer.updates, trainer._saver = found.step, Saver(found.path)
+        trainer.batches = int(found.extra.get("batches", found.step))
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
         trainer._good = int(found.extra.get("loss_scale_steps", 0))
         return trainer

@@ -16,9 +16,8 @@ training-8: evaluation is the mean over the counted targets of all batches, with
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,13 +35,15 @@ from .contract.checks.training import (
     check_trainer,
 )
 from .contract.config import TrainConfig
-from .contract.files import read_checkpoint, write_checkpoint
+from .contract.files import read_checkpoint
+from .contract.progress import fit_bar
+from .contract.saving import Saver
 from .contract.schedule import learning_rate
 from .encodings import dtype_of
 from .gradients.layers import loss_sum_gradient
 from .gradients.model import model_backward
 from .layers import loss_sum
-from .model import Transformer, set_params
+from .model import Transformer, get_params, set_params
 from .optimizer import clip, global_norm, initial_state, update
 from .random import fold_in, key
 from .rounding import rounded
@@ -103,18 +104,23 @@ class Trainer:
     """Updates a model's parameters, batch by batch; the model is changed in place.
 
     model: a Transformer of dtype float32 (float64 for precision "float64"); config: a TrainConfig. `updates` counts the
-    finished updates, `state` holds the optimiser's slots by name. Refused: `contract.checks.training.check_trainer`.
+    finished updates, `batches` the batches taken, left-out ones included: where the data go on after `load`. `state`
+    holds the optimiser's slots by name. Refused: `contract.checks.training.check_trainer`.
     Rules: training-1 to training-8, optimizer-1 to optimizer-6.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         check_trainer(model, config)
         check_eager(config)
-        self.model, self.config, self.updates = model, config, 0
+        self.model, self.config, self.updates, self.batches = model, config, 0, 0
         self.state = initial_state(config, model.parameters())
+        self._saver = Saver()
+        # A float16 run's loss scale, which this trainer has no use for and hands on.
+        self._scale: dict[str, Any] = {}
 
     def step(self, batch: Batch) -> dict[str, Any]:
         """One update: {"loss", "grad_norm" before clipping, "lr", "tokens" counted}."""
+        self._saver.check()
         config, arrays, t = self.config, _arrays(batch), self.updates + 1
         check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
         loss, counted, grads = self._gradients(arrays, t)
@@ -125,13 +131,14 @@ class Trainer:
             # A norm can overflow where no gradient is infinite; then all of them are named.
             names = [name for name, g in grads.items() if not np.isfinite(g).all()] or list(grads)
             if config.nonfinite == "stop":
-                check_finite(t, names)
+                check_finite(t, names, self._saver.last)
+            self.batches += 1
             return report
         params = self.model.parameters()
         grads = clip(grads, norm, config.clip_norm)
         params, self.state = update(config, params, grads, self.state, t=t, lr=lr)
         self.model.assign(params)
-        self.updates = t
+        self.updates, self.batches = t, self.batches + 1
         return report
 
     def _gradients(self, batch: dict[str, np.ndarray], t: int) -> tuple[float, int, dict[str, np.ndarray]]:
@@ -168,7 +175,7 @@ class Trainer:
         reports: list[dict[str, Any]] = []
         if left == 0:
             return reports
-        with _bar(left, progress) as advance:
+        with fit_bar(left, progress) as advance:
             for batch in batches:
                 reports.append(self.step(batch))
                 advance(reports[-1])
@@ -189,46 +196,40 @@ class Trainer:
             loss, counted = loss + total, counted + number
         return {"loss": loss / max(counted, 1), "tokens": counted}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads."""
-        write_checkpoint(
-            path, step=self.updates, params=self.model.parameters(), state=self.state, config=self.model.config,
-            train_config=self.config, extra={"backend": "core_numpy"},
+    def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
+        """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
+
+        In the background a thread writes what the state is now; an error comes from the next step, `save` or `wait`.
+        """
+        return self._saver.save(
+            path, background=background, step=self.updates, params=get_params(self.model),
+            state={slot: {name: x.copy() for name, x in arrays.items()} for slot, arrays in self.state.items()},
+            config=self.model.config, train_config=self.config,
+            extra={"backend": "core_numpy", "batches": self.batches, **self._scale},
         )  # fmt: skip
 
+    def wait(self) -> None:
+        """Return once the save in the background is on the disk; raise what it failed with."""
+        self._saver.wait()
+
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Trainer:
+    def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Trainer:
         """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named."""
         found = read_checkpoint(path)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
-        model = Transformer(found.config, dtype=dtype)
+        model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)
         trainer = cls(model, found.train_config)
         expected = {name: (p.shape, p.dtype.name) for name, p in model.parameters().items()}
         for slot in trainer.state:
             check_params(expected, found.state.get(slot, {}))
         trainer.state = {slot: {name: found.state[slot][name] for name in expected} for slot in trainer.state}
-        trainer.updates = found.step
+        trainer.updates, trainer._saver = found.step, Saver(found.path)
+        trainer.batches = int(found.extra.get("batches", found.step))
+        trainer._scale = {n: found.extra[n] for n in ("loss_scale", "loss_scale_steps") if n in found.extra}
         return trainer
 
 
 def _rows(name: str, x: np.ndarray, rows: slice) -> np.ndarray:
     """A micro-batch's part of a field; positions (T,) belong to every row."""
     return x if name == "positions" and x.ndim == 1 else x[rows]
-
-
-@contextmanager
-def _bar(total: int, wanted: bool) -> Iterator[Any]:
-    """A progress bar on a terminal, where rich is installed; else nothing."""
-    if not wanted or not sys.stderr.isatty():
-        yield lambda report: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda report: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=total)
-        yield lambda report: bar.update(task, advance=1, description=f"loss {report['loss']:.4f}")

@@ -30,7 +30,10 @@ from .tensor_file import encode_tensors, flush_directory, read_tensors, temporar
 SCHEMA = 1
 MANIFEST, MODEL, OPTIMIZER = "checkpoint.json", "model.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.[0-9a-f]+\.tmp")
+_ASIDE = re.compile(r"\.step-(\d{8,})\..+\.old")
+# What a writer that is gone has left: a directory it was filling (.tmp), or the checkpoint that it was about to write
+# again, put aside whole (.old), which is the checkpoint of that step until there is another.
+_LEFTOVER = re.compile(r"\.(?P<name>step-\d{8,})\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.[0-9a-f]+\.(?P<kind>tmp|old)")
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ def write_checkpoint(
         files[MANIFEST] = _render(document)
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra must hold what JSON can say, finite numbers included; {error}") from error
-    folder = Path(folder)
-    path = folder / f"step-{step:08d}"
+    folder, path = Path(folder), checkpoint_path(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
@@ -103,6 +105,11 @@ def write_checkpoint(
         for old in others[: max(len(others) + 1 - keep, 0)]:
             shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def checkpoint_path(folder: str | os.PathLike[str], step: int) -> Path:
+    """The name of a checkpoint: folder/step-00000020 after 20 updates."""
+    return Path(folder) / f"step-{step:08d}"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
@@ -223,9 +230,13 @@ def _write_directory(path: Path, files: Mapping[str, bytes]) -> None:
                 os.fsync(file.fileno())
         flush_directory(temporary)
         if path.exists():  # the same step written again: a directory cannot be renamed over a full one
-            aside = temporary_name(path)
+            aside = temporary_name(path).with_suffix(".old")
             os.rename(path, aside)
-            os.rename(temporary, path)
+            try:
+                os.rename(temporary, path)
+            except OSError:
+                os.rename(aside, path)
+                raise
             shutil.rmtree(aside, ignore_errors=True)
         else:
             os.rename(temporary, path)
@@ -236,12 +247,15 @@ def _write_directory(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete the unfinished directories of processes of this machine that are gone."""
+    """Delete what processes of this machine that are gone have left unfinished; what they put aside goes back."""
     host = temporary_name(folder / "x").name.split(".")[2]
-    for path in folder.iterdir():
+    for path in list(folder.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if match and match["host"] == host and not _alive(int(match["pid"])):
-            shutil.rmtree(path, ignore_errors=True)
+            if match["kind"] == "old" and not (folder / match["name"]).exists():
+                os.rename(path, folder / match["name"])
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
@@ -257,8 +271,13 @@ def _alive(pid: int) -> bool:
 
 
 def _steps(folder: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    """The checkpoints of a folder by their number; one that was put aside counts where no other has its number."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):  # the dot sorts first, so that a checkpoint in place wins
+        match = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
+        if match:
+            found[int(match[1])] = path
+    return [path for _, path in sorted(found.items())]
 
 
 def _flatten_state(state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -272,10 +291,11 @@ def _flatten_state(state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, n
 
 
 def _digests(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
-    return {name: _sha256(np.require(array, requirements="C").tobytes()) for name, array in tensors.items()}
+    flat = {name: np.require(array, requirements="C").reshape(-1) for name, array in tensors.items()}
+    return {name: _sha256(x.view(np.uint8).data) for name, x in flat.items()}
 
 
-def _sha256(data: bytes) -> str:
+def _sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

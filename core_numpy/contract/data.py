@@ -110,7 +110,8 @@ def _window_count(tokens: np.ndarray, length: int) -> int:
 def _cut(tokens: np.ndarray, windows: np.ndarray, length: int) -> Batch:
     index = windows[:, None] * length + np.arange(length + 1)
     rows = tokens[index].astype(np.int32)
-    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    # Copies: who writes -100 into the targets must not write it into the tokens.
+    return {"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
 
 
 class Batches:

@@ -97,13 +97,14 @@ def check_batches(batches: Any) -> None:
         raise TypeError(f"batches must be an iterable of batches (dicts); got {came(batches)}")
 
 
-def check_finite(step: int, names: list[str]) -> None:
-    """Stop at gradients that are NaN or infinite: the sentence names the update and the parameters."""
+def check_finite(step: int, names: list[str], saved: Any) -> None:
+    """Stop at gradients that are NaN or infinite: the sentence names update, parameters and the last checkpoint."""
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise FloatingPointError(
-            f"gradients must be finite; got NaN or infinity at update {step} in {shown}. nonfinite='skip' leaves such "
-            "steps out"
+            f"gradients must be finite; got NaN or infinity at update {step} in {shown}. "
+            f"{'Nothing was saved before' if saved is None else f'The last good checkpoint is {saved}'}; "
+            "nonfinite='skip' leaves such steps out"
         )
 
 

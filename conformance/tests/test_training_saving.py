@@ -1,0 +1,124 @@
+"""Saving in the background: what is written is the state of the call, steps go on meanwhile, and no error is lost."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from core_numpy import ModelConfig, TrainConfig
+from core_numpy.contract import saving
+from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
+
+MODEL = ModelConfig(vocab=7, width=6, heads=2, hidden=5, layers=1, max_length=9)
+TRAIN = TrainConfig(steps=20, batch=2, lr=1e-2, ema=0.5)
+BATCH = {"tokens": np.array([[1, 2, 3], [4, 5, 6]]), "targets": np.array([[2, 3, 1], [5, 6, -100]])}
+
+
+@pytest.fixture(params=["core_numpy", "backend_torch", "backend_jax"])
+def B(request):
+    pytest.importorskip({"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "flax"}[request.param])
+    return importlib.import_module(request.param)
+
+
+def trained(B, steps, **fields):
+    trainer = B.Trainer(B.Transformer(MODEL, seed=1), TRAIN.replace(**fields))
+    trainer.fit([BATCH] * steps, progress=False)
+    return trainer
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """A disk that takes its time: nothing is written before the gate is set."""
+    gate, entered = threading.Event(), threading.Event()
+
+    def write(*arguments, **more):
+        entered.set()
+        assert gate.wait(60)
+        return write_checkpoint(*arguments, **more)
+
+    monkeypatch.setattr(saving, "write_checkpoint", write)
+    gate.entered = entered
+    yield gate
+    gate.set()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_show_in_it(B, tmp_path, gate):
+    trainer, twin = trained(B, 2), trained(B, 2)
+    twin._saver.save = lambda folder, background, **snapshot: write_checkpoint(folder, **snapshot)
+    path = trainer.save(tmp_path / "in the background", background=True)
+    assert path == tmp_path / "in the background" / "step-00000002" and gate.entered.wait(60)
+    trainer.fit([BATCH] * 3, progress=False)
+    assert trainer.updates == 5 and not path.exists()
+    gate.set()
+    trainer.wait()
+    twin.save(tmp_path / "at once")
+    one, two = read_checkpoint(path), read_checkpoint(tmp_path / "at once")
+    assert (one.step, one.extra) == (two.step, two.extra) == (2, one.extra)
+    for name, x in one.params.items():
+        assert x.tobytes() == two.params[name].tobytes()
+        for slot in ("moment1", "moment2", "ema"):
+            assert one.state[slot][name].tobytes() == two.state[slot][name].tobytes()
+
+
+def test_a_second_save_waits_for_the_first(B, tmp_path, gate):
+    trainer = trained(B, 1)
+    trainer.save(tmp_path, background=True)
+    second = threading.Thread(target=trainer.save, args=(tmp_path / "second",))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive()
+    gate.set()
+    second.join(60)
+    assert not second.is_alive() and read_checkpoint(tmp_path).step == 1
+
+
+def full(*arguments, **more):
+    raise OSError(28, "No space left on device")
+
+
+def test_an_error_in_the_background_is_raised_once_by_the_next_step_or_wait(B, tmp_path, monkeypatch, caplog):
+    trainer = trained(B, 1)
+    trainer.save(tmp_path)
+    for call in (lambda: trainer.step(BATCH), trainer.wait, lambda: trainer.save(tmp_path)):
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            with caplog.at_level(logging.ERROR):
+                trainer.save(tmp_path, background=True)
+                trainer._saver._thread.join()
+        assert "the save in the background failed: " in caplog.text
+        with pytest.raises(OSError, match=r"cannot write the checkpoint .*step-0000000.: No space left on device"):
+            call()
+        trainer.step(BATCH)  # it was said once, and training can go on
+        caplog.clear()
+    assert trainer.updates == 4 and read_checkpoint(tmp_path).step == 1
+
+
+def test_a_gradient_that_is_not_finite_names_the_last_checkpoint(B, tmp_path):
+    for saved in (False, True):
+        trainer = trained(B, 1)
+        if saved:
+            path = trainer.save(tmp_path)
+        params = B.get_params(trainer.model)
+        params["blocks.0.ffn.up.weight"][0, 0] = np.nan
+        B.set_params(trainer.model, params)
+        words = f"The last good checkpoint is {path}" if saved else "Nothing was saved before"
+        with pytest.raises(FloatingPointError, match=words):
+            trainer.step(BATCH)
+    assert B.Trainer.load(tmp_path).updates == 1
+
+
+def test_a_batch_that_is_left_out_is_not_taken_again_after_a_resume(B, tmp_path):
+    trainer = trained(B, 1, nonfinite="skip")
+    params = B.get_params(trainer.model)
+    B.set_params(trainer.model, {name: np.full_like(x, np.nan) for name, x in params.items()})
+    trainer.step(BATCH)
+    trainer.save(tmp_path)
+    loaded = B.Trainer.load(tmp_path)
+    assert (loaded.updates, loaded.batches) == (trainer.updates, trainer.batches) == (1, 2)
+    B.set_params(loaded.model, params)
+    loaded.step(BATCH)
+    assert (loaded.updates, loaded.batches) == (2, 3)
