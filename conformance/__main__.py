@@ -21,6 +21,7 @@ VERBS = {
     "run": "every case on every target (the default)",
     "zoo": "every known fault, planted: which cases catch it",
     "diagnose": "what is wrong with a target: its outputs against every known fault",
+    "calibrate": "what share of its error budget a right implementation uses, over random attention cases",
     "peers": "what others wrote, judged feature by feature",
     "vectors": "cases as plain files, for implementations in any language: write, check",
     "race": "training speed of the frameworks, side by side",
@@ -75,6 +76,13 @@ def _run_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="end a target that is silent for longer in one call; default: 120",
     )
+    parser.add_argument(
+        "--fuzz",
+        type=float,
+        metavar="SECONDS",
+        help="random attention cases on each target for so long; what fails is made small and printed as a new case",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random cases; default: 0")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -89,6 +97,8 @@ def run(argv: Sequence[str]) -> int:
     timeout = TIMEOUT if options.timeout is None else options.timeout
     if not timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {timeout:g}")
+    if options.fuzz is not None:
+        return _fuzz(options, timeout)
     cases = selected(options.level, options.case, options.suite)
     if not cases:
         raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
@@ -136,6 +146,20 @@ def _diagnosed(document: dict[str, Any], called: dict[str, str], options: argpar
             found["diagnosis"] = diagnose.separately(name, options.level, options.case)
             if options.json != "-":
                 diagnose.print_document(target, found["diagnosis"])
+
+
+def _fuzz(options: argparse.Namespace, timeout: float) -> int:
+    from .fuzz_run import run_fuzz
+
+    if not options.fuzz > 0:
+        raise ValueError(f"--fuzz must be a positive number of seconds; got {options.fuzz:g}")
+    if options.seed < 0:
+        raise ValueError(f"--seed must be 0 or more; got {options.seed}")
+    others = [name for name in ("case", "suite", "junit", "html", "list") if getattr(options, name)]
+    if others:
+        raise ValueError(f"--fuzz draws its own cases: it does not go with --{others[0]}")
+    names = list(dict.fromkeys(options.targets or installed()))
+    return run_fuzz(names, options.seed, options.fuzz, timeout, options.json)
 
 
 class _progress:

@@ -18,7 +18,7 @@ import numpy as np
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 # The smallest normal number: below it a type keeps no relative accuracy, and kernels may flush to zero.
 TINY = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-# The spacing below TINY: what rounding there costs.
+# The spacing below TINY: what rounding there costs where it is kept.
 SUBNORMAL = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 
 # Constants, calibrated on implementations that are not ours (docs/tolerance.md).
@@ -101,6 +101,8 @@ def attention_bounds(
             size = np.abs(v)
             kept = terms.kept
             error = (kept * (dp + lost)) @ size + INNER * np.sqrt(S + 2.0) * u * ((kept * terms.p) @ size)
+            # Inputs and results below the smallest normal number may be read and given as 0.
+            error = error + np.where(error > 0, 2.0 * TINY[accumulation(dtype)] * (1.0 + _row(kept * terms.p)), 0.0)
             if dtype in ("float16", "bfloat16"):
                 # Kernels for half types store the weights in the half type before the second product: a relative
                 # error each, and below the smallest normal number an absolute one.
@@ -147,7 +149,9 @@ def attention_gradient_bounds(
     stored = STORED * u_o if dtype in ("float16", "bfloat16") else 0.0
     dP = kept * (grad_out @ np.swapaxes(v, -1, -2))
     dP_size = kept * (upstream @ np.swapaxes(np.abs(v), -1, -2))
-    dP_error = INNER * np.sqrt(Dv + 2.0) * u * dP_size
+    # What is below the smallest normal number may be lost on each way.
+    flushed = TINY[accumulation(dtype)]
+    dP_error = INNER * np.sqrt(Dv + 2.0) * u * dP_size + kept * flushed * _row(upstream)
     row = (upstream * np.abs(out)).sum(axis=-1, keepdims=True)
     centre = _row(p * dP)
     centre_error = _row(p * dP_error + dp * np.abs(dP)) + (INNER * np.sqrt(Dv + 2.0) * u + stored) * row
@@ -157,6 +161,7 @@ def attention_gradient_bounds(
     dS_error = dp * np.abs(inner) + p * (
         dP_error + centre_error + STEP * u * (np.abs(inner) + np.abs(dP) + np.abs(centre))
     )
+    dS_error = dS_error + np.where(p > 0, flushed, 0.0)
     # A slope 1 - t^2 near 0 is a difference of numbers near 1, and a fast tanh is right to a few units there.
     bent = np.where(terms.slope < 1.0, 4.0 * STEP * u, 0.0)
     dS_error = dS_error * np.maximum(terms.slope, u) + (stored + STEP * u + bent) * np.abs(dS)
@@ -166,7 +171,10 @@ def attention_gradient_bounds(
     bounds = {
         "q": abs(scale) * (dS_error @ np.abs(k) + INNER * np.sqrt(S + 2.0) * u * (np.abs(dS) @ np.abs(k))),
         "k": abs(scale) * (swap[0] @ np.abs(q) + INNER * np.sqrt(T + 2.0) * u * (swap[1] @ np.abs(q))),
-        "v": np.swapaxes(kept * dp + (stored + INNER * np.sqrt(T + 2.0) * u) * weight, -1, -2) @ upstream,
+        "v": np.swapaxes(
+            kept * (dp + np.where(p > 0, flushed, 0.0)) + (stored + INNER * np.sqrt(T + 2.0) * u) * weight, -1, -2
+        )
+        @ upstream,
         "scores": dS_error,
     }
     if dtype == "float64":
@@ -180,7 +188,8 @@ def attention_gradient_bounds(
 def rounded_output(bound: np.ndarray, value: np.ndarray, dtype: str) -> np.ndarray:
     """Add the one rounding of the result to its own type; where the bound is 0 the value is exact."""
     own = OUTPUT * UNIT[dtype] * np.abs(value)
-    return np.where(bound > 0, bound + own + 2.0 * SUBNORMAL[dtype], own)
+    # The second term: results below the smallest normal number may be given as 0.
+    return np.where(bound > 0, bound + own + 2.0 * SUBNORMAL[dtype] + TINY[accumulation(dtype)], own)
 
 
 def perturbation_bounds(

@@ -1,9 +1,10 @@
 """From a row's description of an input to an array: shape and seed, or a literal.
 
 An input is a number, a string, or a table with one of
-    {shape, distribution, scale}    floats; the run's dtype
-    {shape, density}                booleans, True with this probability
+    {shape, distribution, scale}    floats; the run's dtype. `holes`: the share of them that is -inf
+    {shape, density}                booleans, True with this probability. `dead`: every so manieth row is all False
     {shape, low, high}              integers from low to high - 1
+    {shape, segments}               ids 0, 1, ... of so many parts of the last axis. `padding`: so many -1 at its end
     {values, dtype}                 a literal; dtype "run" (the default for floats), "bool" or an integer type
     {key}                           a random key made from a seed
     {tree}                          a list of inputs, for functions that take sequences
@@ -50,10 +51,27 @@ def build(case_id: str, name: str, spec: Any) -> Any:
     draw = generator(case_id, name)
     shape = tuple(spec["shape"])
     if "density" in spec:
-        return draw.random(shape) < spec["density"]
+        return _booleans(draw, shape, spec["density"], spec.get("dead"))
     if "high" in spec:
         return draw.integers(spec.get("low", 0), spec["high"], shape, dtype=np.int32)
-    return _floats(draw, shape, spec.get("distribution", "normal"), spec.get("scale", 1.0))
+    if "segments" in spec:
+        return _segments(shape, spec["segments"], spec.get("padding", 0))
+    values = np.asarray(_floats(draw, shape, spec.get("distribution", "normal"), spec.get("scale", 1.0)))
+    return np.where(draw.random(shape) < spec["holes"], -np.inf, values) if "holes" in spec else values
+
+
+def _booleans(draw: np.random.Generator, shape: tuple[int, ...], density: float, dead: int | None) -> np.ndarray:
+    values = draw.random(shape) < density
+    if dead is not None:
+        values[..., ::dead, :] = False
+    return values
+
+
+def _segments(shape: tuple[int, ...], segments: int, padding: int) -> np.ndarray:
+    length = shape[-1]
+    ids = np.arange(length) * segments // max(length, 1)
+    ids[length - min(padding, length) :] = -1
+    return np.broadcast_to(ids.astype(np.int32), shape).copy()
 
 
 def _literal(spec: dict[str, Any]) -> np.ndarray:
@@ -83,6 +101,10 @@ def _floats(draw: np.random.Generator, shape: tuple[int, ...], distribution: str
         return scale * np.round(normal)
     if distribution == "zeros":
         return np.zeros(shape)
+    if distribution == "zero_rows":  # every second row
+        return scale * normal * (np.arange(shape[-2]) % 2)[:, None]
+    if distribution == "negative":
+        return -scale * (0.5 + draw.random(shape))
     if distribution == "dominant":  # the first row of the second last axis is much larger
         weight = np.ones(shape)
         weight[..., :1, :] = 8.0

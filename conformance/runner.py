@@ -103,7 +103,7 @@ def _is_float_spec(spec: Any) -> bool:
         return False
     if "values" in spec:
         return spec.get("dtype", "run") == "run"
-    return "shape" in spec and "density" not in spec and "high" not in spec
+    return "shape" in spec and not {"density", "high", "segments"} & set(spec)
 
 
 def judge(case: Case, target: Target, dtype: str, kernel: str = "auto") -> Result:

@@ -21,8 +21,9 @@ from . import exchange
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
 from .functions import FUNCTIONS
 from .models import select_models
-from .rows import LEVELS, load_cases, select
+from .rows import LEVELS
 from .runner import FAILED, Result, judged
+from .space import select
 from .targets.protocol import NotOffered, Target
 from .vector_cases import model_vectors_of, vectors_of
 
@@ -35,7 +36,7 @@ def write(folder: str | os.PathLike[str], level: str = "quick", pattern: str | N
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder; vectors are written to a new one")
-    vectors = [vector for case in select(load_cases(), level, pattern) for vector in vectors_of(case)]
+    vectors = [vector for case in select(level, pattern) for vector in vectors_of(case)]
     vectors += [vector for model in select_models(level, pattern) for vector in model_vectors_of(model)]
     if not vectors:
         raise ValueError(f"no case that vectors can hold has {pattern!r} in its id, and no function has that name")

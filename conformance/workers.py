@@ -39,11 +39,11 @@ def cores() -> int:
 
 def selected(level: str, pattern: str | None, suite: str | None = None) -> list[Any]:
     """The cases of a run, in order: function rows, then models and training; or those of an outside suite."""
-    from . import models, rows, suites
+    from . import models, space, suites
 
     if suite is not None:
         return list(suites.load(suite).cases(level, pattern))
-    return [*rows.select(rows.load_cases(), level, pattern), *models.select_models(level, pattern)]
+    return [*space.select(level, pattern), *models.select_models(level, pattern)]
 
 
 def results_of(case: Any, target: Any, level: str) -> Iterator[Result]:
@@ -105,6 +105,16 @@ def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: s
         pipe.send((kind, " ".join(str(error).split()) or type(error).__name__))
 
 
+def end_process(process: Any) -> None:
+    """Ends a process that made itself the head of its group, and whatever it started."""
+    if process.is_alive():
+        with suppress(ProcessLookupError, PermissionError, AttributeError):
+            if os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    process.join()
+
+
 @dataclass
 class _Run:
     """A target on its way: what it has given so far, and the process that is at it now."""
@@ -131,13 +141,7 @@ class _Run:
         self.ready, self.at, self.deadline = False, SURFACE, time.monotonic() + IMPORT_TIMEOUT
 
     def end(self) -> None:
-        """Ends the process, and whatever it started."""
-        if self.process.is_alive():
-            with suppress(ProcessLookupError, PermissionError, AttributeError):
-                if os.getpgid(self.process.pid) == self.process.pid:
-                    os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-        self.process.join()
+        end_process(self.process)
         self.pipe.close()
 
     def lose(self, why: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .. import models, rows
+from .. import models, space
 from ..memory import remembering
 from ..runner import FAILED, Result, run_case
 from ..targets.protocol import Target
@@ -38,9 +38,7 @@ def touched(fault: Fault) -> set[str]:
 def cases_for(fault: Fault, level: str) -> list[Any]:
     names = touched(fault)
     chosen: list[Any] = [
-        case
-        for case in rows.select(rows.load_cases(), level)
-        if case.function in names and (case.verb == "refuses") <= fault.refusals
+        case for case in space.select(level) if case.function in names and (case.verb == "refuses") <= fault.refusals
     ]
     return chosen + [case for case in models.select_models(level) if case.function in names]
 

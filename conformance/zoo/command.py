@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .. import models, rows
+from .. import models, rows, space
 from ..memory import remembering
 from .catching import Caught, catch, touched
 from .every import GROUPS, all_faults, group_of
@@ -78,7 +78,7 @@ def score(found: Sequence[Caught], level: str) -> dict[str, Any]:
 
 def catches(found: Sequence[Caught], level: str) -> dict[str, list[str]]:
     """For each case of the level that is no refusal: the faults that it caught."""
-    cases = [case.id for case in rows.select(rows.load_cases(), level) if case.verb != "refuses"]
+    cases = [case.id for case in space.select(level) if case.verb != "refuses"]
     by_case: dict[str, list[str]] = {name: [] for name in [*cases, *(c.id for c in models.select_models(level))]}
     for caught in found:
         for name in caught.cases:
