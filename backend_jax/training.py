@@ -112,7 +112,7 @@ class Trainer:
         self._saver = Saver()
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
-        self._program = _program(nnx.split(model)[0], config, model.config.dropout > 0.0)
+        self._program = _program(nnx.split(model)[0], *_traced(config, model.config.dropout > 0.0))
 
     @property
     def traces(self) -> int:
@@ -309,6 +309,13 @@ class Program:
 
 # The key is everything that the program depends on. Eight: enough to compare a few models, and executables are large.
 _program = lru_cache(maxsize=8)(Program)
+
+
+def _traced(config: TrainConfig, dropout: bool) -> tuple[TrainConfig, bool]:
+    """The key's part of a TrainConfig: what only the host reads (the rate is an argument of the step) has one value."""
+    host = {"steps": 0, "batch": config.accumulate, "lr": 0.0, "schedule": "constant", "warmup": 0, "final_lr": 0.0}
+    host |= {"decay_steps": None, "nonfinite": "stop", "seed": config.seed if dropout else 0}
+    return config.replace(**host), dropout
 
 
 def _accumulated(gradients: Callable, params: Arrays, batch: Arrays, count: int) -> tuple[jax.Array, Arrays]:

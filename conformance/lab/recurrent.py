@@ -73,27 +73,18 @@ def _jax(kind: str, hidden: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def layer(B: Any, width: int) -> Any:
-    """The framework's LSTM alone, jitted in JAX: x (B, T, width) -> (B, T, width)."""
+    """The framework's LSTM alone: x (B, T, width) -> (B, T, width); for JAX a function that can be jitted."""
     if B.__name__ == "backend_torch":
         import torch
 
         model = torch.nn.LSTM(width, width, batch_first=True)
         return torch.no_grad()(lambda x: model(x)[0])
+    import jax
     from flax import nnx
 
-    reader = nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=nnx.Rngs(0)))
-    # The model goes in as an argument: a trace may not count on the generator of a module outside of it.
-    call = nnx.jit(lambda model, x: model(x))
-    return lambda x: call(reader, x)
-
-
-def compiled(B: Any, function: Any) -> Any:
-    """As the framework's users run it: jitted in JAX, eager in torch."""
-    if B.__name__ != "backend_jax":
-        return function
-    import jax
-
-    return jax.jit(function)
+    # Merged anew from plain arrays: a trace may not count on the generator of a module outside of it.
+    graph, state = nnx.split(nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=nnx.Rngs(0))))
+    return lambda x: nnx.merge(graph, jax.tree.map(jax.numpy.asarray, state))(x)
 
 
 def parameters(model: Any) -> int:

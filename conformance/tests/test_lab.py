@@ -16,7 +16,7 @@ from conformance import maps
 from conformance.__main__ import main
 from conformance.lab.clocks import LENGTHS, crossing, exponent
 from conformance.lab.common import Claim, Report, Table, batches, digits, mean_interval, share_interval
-from conformance.lab.extrapolation import SCALINGS, extrapolate
+from conformance.lab.extrapolation import SCALINGS, extrapolate, losses, stretched, text_model
 from conformance.lab.padding import inverted, padded, weights
 from core_numpy.contract.data import repeat_task
 
@@ -140,11 +140,16 @@ def test_exponents_and_crossings_of_known_lines():
 def test_extrapolation_has_every_scheme_and_no_learned_row_past_the_table():
     found = extrapolate(core_numpy, steps=1, held_out=512)
     assert set(found["learned"]) == {1}
-    assert all(set(curve) == {1, 2, 4, 8} for name, curve in found.items() if name != "learned")
-    for kind in SCALINGS:
-        # A factor of 1 changes nothing; larger ones do.
-        assert found[f"rotary, {kind}"][1] == found["rotary"][1]
-        assert found[f"rotary, {kind}"][8] != found["rotary"][8]
+    assert all(set(curve) == {1, 2, 8} for name, curve in found.items() if name != "learned")
+    assert all(found[f"rotary, {kind}"][8] != found["rotary"][8] for kind in SCALINGS)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_scaling_changes_nothing_at_the_trained_length(kind):
+    model = core_numpy.Transformer(text_model(core_numpy, "rotary"))
+    valid = np.arange(515, dtype=np.int32) % 256
+    same = stretched(core_numpy, core_numpy.get_params(model), kind, valid, (1,))
+    assert same == losses(core_numpy, model, valid, (1,))
 
 
 @pytest.fixture
