@@ -1,4 +1,4 @@
-"""`python -m conformance demo`: conformance, a short training in every framework, a race, all in one page."""
+"""`python -m conformance demo`: conformance, short trainings, a race and a look at the lab, all in one page."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 from core_numpy.contract.plots import draw_losses
 
 from . import race
+from .lab.pages import read_results
 from .race.process import package_environment
 from .report.html import write_report
 
@@ -25,13 +26,15 @@ PACKAGES = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax
 STEPS = 100
 CONTESTANTS = ("numpy", "torch", "jax")
 PART_TIMEOUT = 240.0
+# The experiments that train nothing: a few seconds together.
+LAB = ("average", "scaling", "permutation")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write demo/report.html; 0 where every part succeeded, 1 where one did not (the page says which)."""
     parser = argparse.ArgumentParser(
         prog="python -m conformance demo",
-        description="Conformance, a short training in every framework and a race, in one HTML page.",
+        description="Conformance, a short training in every framework, a race and a look at the lab, in one HTML page.",
         epilog="Example: python -m conformance demo --out demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -50,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     training = training_part(present, arguments.steps, notes)
     document, png = race_part([name for name in CONTESTANTS if name in present], arguments.rounds, out, notes)
     write_report(
-        out / "report.html", conformance=conformance, training=training, race=document, race_png=png, notes=notes
-    )
+        out / "report.html", conformance=conformance, training=training, race=document, race_png=png,
+        lab=lab_part(present, out, notes), notes=notes,
+    )  # fmt: skip
     _say(f"{time.perf_counter() - begin:.0f} s; the report is {out / 'report.html'}")
     return 1 if any(note.startswith("Part of this failed") for note in notes) else 0
 
@@ -129,6 +133,29 @@ def race_part(names: Sequence[str], rounds: int, out: Path, notes: list[str]) ->
             if row["status"] in ("failed", "disqualified"):
                 notes.append(f"Part of this failed: {name} in the race: {row['reason']}")
     return document, _picture(lambda path: race.draw(document, path), notes)
+
+
+def lab_part(present: dict[str, str], out: Path, notes: list[str]) -> dict[str, Any] | None:
+    """The experiments that train nothing, in one framework; their own page lies beside this one."""
+    package = next(present[name] for name in ("torch", "jax", "numpy") if name in present)
+    _say(f"lab: {', '.join(LAB)} in {package} ...")
+    if importlib.util.find_spec("matplotlib") is None:
+        notes.append("The lab is left out: matplotlib is not installed.")
+        return None
+    try:
+        done = _run(["-m", "conformance", "lab", *LAB, "--backend", package, "--out", str(out / "lab")], PART_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        notes.append(f"Part of this failed: the lab took longer than {PART_TIMEOUT:.0f} s.")
+        return None
+    if done.returncode not in (0, 1):  # 1 is a claim that did not hold, which the page shows
+        notes.append(f"Part of this failed: the lab: {_last_line(done.stderr)}")
+        return None
+    document = read_results(out / "lab")
+    claims = [claim["held"] for one in document["experiments"].values() for claim in one["claims"]]
+    _say(f"  {sum(claims)} of {len(claims)} claims held")
+    if not all(claims):
+        notes.append("Part of this failed: a claim of the lab did not hold.")
+    return document | {"link": "lab/lab.html", "rest": f"conformance lab --backend {package} --out lab"}
 
 
 def _picture(draw: Callable[[str], None], notes: list[str]) -> bytes | None:

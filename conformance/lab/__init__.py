@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(names: Sequence[str], backend: str, out: Path, keep: bool, json: str | None) -> int:
     """Run the experiments one after the other, print each and write what is asked for."""
     from ..summary import write_json
-    from .pages import as_document, draw, print_report, write_page
+    from .pages import SCHEMA, as_document, draw, print_report, write_page
 
     B = importlib.import_module(backend)
     out.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def measure(names: Sequence[str], backend: str, out: Path, keep: bool, json: str
         found[name] = as_document(report, experiment(name).CLAIM, spent)
         if json != "-":
             print_report(name, found[name])
-    document = {"schema": 1, "backend": backend, "experiments": found}
+    document = {"schema": SCHEMA, "backend": backend, "experiments": found}
     if json:
         write_json(json, document)
     if keep:

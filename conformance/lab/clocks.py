@@ -43,7 +43,7 @@ def _timed(B: Any, function: Callable[..., Any], *arrays: Any) -> Timed:
     import jax
 
     program = jax.jit(function).lower(*arrays).compile()
-    room = program.memory_analysis()
+    room: Any = program.memory_analysis()
     taken = (room.temp_size_in_bytes + room.output_size_in_bytes) / 2**20
     return Timed(lambda: B.wait(program(*arrays)), taken)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .common import Report
+
+SCHEMA = 1
 
 
 def draw(report: Report, path: Path) -> None:
@@ -73,6 +76,14 @@ def write_page(path: Path, document: Mapping[str, Any], pictures: Path) -> None:
     write_html(path, "lab.html", title=f"The lab, on {document['backend']}", found=found, images=images)
 
 
+def read_results(folder: Path) -> dict[str, Any]:
+    """What `conformance lab --out FOLDER` wrote, as the suite's report takes it: lab.json with the pictures inside."""
+    document: dict[str, Any] = json.loads((folder / "lab.json").read_text(encoding="utf-8"))
+    if document.get("schema") != SCHEMA or "experiments" not in document:
+        raise ValueError(f"{folder / 'lab.json'} must be the lab's document of schema {SCHEMA}")
+    return document | {"pictures": {name: (folder / f"{name}.png").read_bytes() for name in document["experiments"]}}
+
+
 def write_html(path: Path, template: str, *, images: Mapping[str, bytes], **values: Any) -> None:
     """A page from a template beside this file; pictures are put inside, what comes from outside is escaped."""
     import jinja2
@@ -81,9 +92,10 @@ def write_html(path: Path, template: str, *, images: Mapping[str, bytes], **valu
     from ..summary import write_text
 
     here = Path(__file__).parent
-    loader = jinja2.FileSystemLoader([here, here.parent / "report"])
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
-    style = (here.parent / "report" / "page.html").read_text(encoding="utf-8").split("<style>")[1].split("</style>")[0]
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FileSystemLoader(here)
+    )
+    style = (here.parent / "report" / "page.css").read_text(encoding="utf-8")
     uris = {name: data_uri(png) for name, png in images.items()}
     page = environment.get_template(template).render(images=uris, style=style, text=_text, **values)
     write_text(path, page)

@@ -36,7 +36,8 @@ def write_report(
 
     conformance: the JSON document of `conformance run`. training: {"curves": {name: [[step, loss], ...]}, "validation":
     {name: bits per byte}, "sentences": [...], "png": bytes}. race: the document of `race.run`. lab: the document of
-    `conformance lab --json`, with "pictures": {name: bytes} and "link": where its own page is, if there are such.
+    `conformance lab --json`, with "pictures": {name: bytes}, "link": where its own page is, and "rest": the
+    command for the other experiments, if there are such.
     """
     from ..summary import write_text
 
@@ -222,7 +223,8 @@ def lab_section(document: Document) -> dict[str, Any]:
         {"name": name, "claim": one["claim"], "claims": one["claims"], "png": data_uri(pictures.get(name))}
         for name, one in document.get("experiments", {}).items()
     ]
-    return {"backend": document.get("backend", "?"), "experiments": experiments, "link": document.get("link", "")}
+    said = {name: document.get(name, "") for name in ("link", "rest")}
+    return {"backend": document.get("backend", "?"), "experiments": experiments, **said}
 
 
 def environment_section(conformance: Document | None, race: Document | None) -> list[tuple[str, str]]:

@@ -58,6 +58,7 @@ def test_average_and_permutation_hold_and_write_picture_json_and_page(tmp_path, 
     assert all(one["held"] and one["claims"] and one["tables"] for one in document["experiments"].values())
     page = (tmp_path / "lab.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "src=http" not in page and "permutation equivariant" in page
+    assert "--text: light-dark" in page  # the style of the suite's report
 
 
 def test_json_on_standard_output_is_json_alone(capsys):

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from conformance import demo
+from conformance.lab.pages import read_results
 from conformance.report.cases import case_entries
 from conformance.report.html import percent, render, write_report
 
@@ -196,7 +197,8 @@ def test_the_lab_has_its_claims_pictures_and_link():
     checker, text = parsed(lab=lab)
     assert "held : two see more Measured: 91 %." in text and "did not hold : four even more" in text
     assert any(attributes.get("href") == "lab/lab.html" for _, attributes in checker.tags)
-    assert sum(tag == "img" for tag, _ in checker.tags) == 1
+    assert sum(tag == "img" for tag, _ in checker.tags) == 1 and "measures all" not in text
+    assert "conformance lab --out <x> measures all" in parsed(lab=lab | {"rest": "conformance lab --out <x>"})[1]
 
 
 def test_shares_are_percentages():
@@ -234,7 +236,21 @@ def test_the_demo_goes_on_without_a_framework_and_after_a_failure(tmp_path, monk
     assert "conformance gave no result: the last words" in page
     assert "training in torch took longer" in page
     assert "numpy: 4.3000 bits per byte" in page and "torch wins" in page
+    assert "Part of this failed: the lab: the last words" in page
     assert str(tmp_path / "demo" / "report.html") in capsys.readouterr().out
+
+
+def test_the_demo_puts_the_labs_results_and_pictures_into_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "LAB", ("average",))
+    notes = []
+    document = demo.lab_part({"numpy": "core_numpy"}, tmp_path, notes)
+    page = render(lab=document)
+    assert notes == [] and (tmp_path / "lab" / "lab.html").exists()
+    assert "Equal scores give the plain mean." in page and page.count("data:image/png;base64,") == 1
+    assert "<code>conformance lab --backend core_numpy --out lab</code> measures all." in page
+    (tmp_path / "lab" / "lab.json").write_text("{}")
+    with pytest.raises(ValueError, match="must be the lab's document of schema 1"):
+        read_results(tmp_path / "lab")
 
 
 @pytest.mark.parametrize("part", ["training_part", "race_part"])

@@ -14,7 +14,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import backend_jax as B  # noqa: E402
 import core_numpy as C  # noqa: E402
-from backend_jax import optimizer  # noqa: E402
+from backend_jax import optimizer, training  # noqa: E402
 
 CONFIG = C.ModelConfig(vocab=7, width=6, heads=2, hidden=5, layers=1, max_length=9, dropout=0.25)
 PLAIN = CONFIG.replace(dropout=0.0)
@@ -80,10 +80,23 @@ def test_twenty_updates_are_the_references(change, x64):
 
 
 def test_each_set_of_fields_and_shapes_is_traced_once():
-    trainer = trainer_of(B, PLAIN, C.TrainConfig(steps=9, batch=4, lr=1e-3))
+    trainer = trainer_of(B, PLAIN, C.TrainConfig(steps=9, batch=4, eps=2e-8))
     for batch in [*batches(2), *batches(2, lengths=True), *batches(1), *batches(1, lengths=True)]:
         trainer.step(batch)
     assert trainer.traces == 2
+
+
+def test_trainers_that_differ_only_on_the_host_share_a_compiled_step():
+    first = C.TrainConfig(steps=9, batch=4, lr=1e-3, eps=3e-8)
+    host = {"lr": 1e-2, "warmup": 2, "schedule": "linear", "final_lr": 1e-4, "steps": 5, "seed": 3, "nonfinite": "skip"}
+    for made, train in enumerate((first, first.replace(**host))):
+        trainer, reference = trainer_of(B, PLAIN, train), trainer_of(C, PLAIN, train)
+        assert trainer.traces == made
+        for batch in batches(3):
+            assert trainer.step(batch) == pytest.approx(reference.step(batch), rel=1e-4)
+        assert trainer.traces == 1
+    # The seed draws the dropout: it stays in the key where there is any.
+    assert training._traced(first, True) != training._traced(first.replace(seed=3), True)
 
 
 def test_saving_and_loading_changes_nothing(tmp_path, x64):
