@@ -18,6 +18,12 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
+def spread(seconds: Sequence[float]) -> float:
+    """How far apart the quartiles are, relative to the median."""
+    low, middle, high = quartiles(seconds)
+    return (high - low) / middle
+
+
 def ratio_interval(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float, float]:
     """The ratio of the medians and its 95 % bootstrap interval, rounds resampled in pairs.
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -26,9 +27,9 @@ def package_environment() -> dict[str, str]:
 class Process:
     """One worker process. Commands are answered one by one; none is sent while another is out."""
 
-    def __init__(self, *, threads: int | None, timeout: float) -> None:
+    def __init__(self, *, threads: int | None, timeout: float, variables: Mapping[str, str] | None = None) -> None:
         self.timeout = timeout
-        environment = package_environment()
+        environment = {**package_environment(), **(variables or {})}
         if threads is not None:
             environment["RACE_THREADS"] = str(threads)
             for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -37,6 +38,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "conformance.race.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+            start_new_session=True,  # Ctrl-C is the parent's; it ends its workers itself
         )  # fmt: skip
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()

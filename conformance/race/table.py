@@ -1,12 +1,16 @@
-"""A race as text and as a picture."""
+"""A race as a table."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+import io
+import shutil
+import sys
+from typing import Any, TextIO
 
-HEADINGS = ("contestant", "ms/update", "quartiles", "of best", "95 % interval", "tokens/s", "of peak", "first s",
-            "memory MB", "loss apart")  # fmt: skip
+HEADINGS = ("contestant", "class", "ms", "quartiles", "of best", "95 % interval", "tokens/s", "of peak", "compile s",
+            "first s", "memory MB", "loss apart")  # fmt: skip
+# Wide enough for every column; a narrower terminal folds cells.
+TEXT_WIDTH = 150
 
 
 def table_rows(race: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -21,60 +25,80 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         return (f"{row['status']}: {row.get('reason', 'no round was run')}",)
     growth = row.get("memory_growth")
     return (
+        row.get("group", ""),
         f"{row['median'] * 1e3:.2f}",
         f"{row['q1'] * 1e3:.2f}-{row['q3'] * 1e3:.2f}",
         f"{row['ratio']:.2f}",
         f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
         f"{row['tokens_per_second']:,.0f}",
         f"{row['share_of_peak']:.2f}",
+        f"{row.get('compile_seconds', 0.0):.2f}",
         f"{row['first_step_seconds']:.2f}",
         "?" if growth is None else f"{growth:,.0f}",
         f"{row['loss_distance']:.1e}",
     )
 
 
-def as_text(document: dict[str, Any]) -> str:
-    """Every race of a document as a table with its verdict."""
+def place_line(document: dict[str, Any]) -> str:
+    """Where it was: processor or device, threads, precision, matrix product."""
     place = document["environment"]
-    lines = [f"{place['processor']}, {place['threads']} threads, matrix product {place['matmul_gflops']:.0f} GFLOP/s"]
+    devices = [found.get("device", "") for found in place.get("devices", {}).values()]
+    accelerator = next((name for name in devices if name not in ("", "cpu")), None)
+    said = f"{accelerator or place['processor']}, {place['threads']} threads, {place.get('precision', 'float32')}"
+    products = {found["products"] for found in place.get("devices", {}).values() if "products" in found}
+    if accelerator is not None and products:
+        said += f" (products in {', '.join(sorted(products))})"
+    return f"{said}, matrix product {place['matmul_gflops']:.0f} GFLOP/s"
+
+
+def race_line(task: dict[str, Any]) -> str:
+    return (
+        f"{task.get('title', task['size'])}: batch {task['batch']}, length {task['length']}, "
+        f"{task['flops'] / 1e9:.2f} GFLOP"
+    )
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """Every race of a document as a table with its verdict and notes, without colours."""
+    file = io.StringIO()
+    _print(document, file, TEXT_WIDTH, colour=False)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def show(document: dict[str, Any]) -> None:
+    """The same on standard output, coloured on a terminal."""
+    width = shutil.get_terminal_size((TEXT_WIDTH, 40)).columns if sys.stdout.isatty() else TEXT_WIDTH
+    _print(document, sys.stdout, width, colour=sys.stdout.isatty())
+
+
+def _print(document: dict[str, Any], file: TextIO, width: int, colour: bool) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)
+    console.print(escape(place_line(document)))
     for race in document["races"]:
-        task = race["task"]
-        lines += [
-            "",
-            f"{task['size']}: batch {task['batch']}, length {task['length']}, {task['flops'] / 1e9:.2f} GFLOP",
-        ]
-        rows = table_rows(race)
-        full = [HEADINGS, *(row for row in rows if len(row) == len(HEADINGS))]
-        widths = [max(len(row[i]) for row in full) for i in range(len(HEADINGS))]
-        for row in full:
-            # Names to the left, numbers to the right.
-            lines.append("  ".join(cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)))
-        lines += [f"{row[0].ljust(widths[0])}  {row[1]}" for row in rows if len(row) != len(HEADINGS)]
-        lines.append(race["verdict"])
-    return "\n".join(lines)
-
-
-def draw(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """A PNG of bars, one panel a size: time per update against the fastest, with its interval. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    races = document["races"]
-    counts = [max(sum("ratio" in row for row in race["contestants"].values()), 1) for race in races]
-    figure = Figure(figsize=(7, 1 + sum(0.4 * count + 0.7 for count in counts)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(races), 1, squeeze=False, height_ratios=counts)
-    for axes, race in zip(panels[:, 0], races, strict=True):
-        rows = [(name, row) for name, row in race["contestants"].items() if row["status"] == "raced" and "ratio" in row]
-        rows.sort(key=lambda item: -item[1]["median"])
-        ratios = [row["ratio"] for _, row in rows]
-        # A bootstrap interval need not hold its own centre: an error bar must not have a negative length.
-        below = [max(row["ratio"] - row["ratio_low"], 0.0) for _, row in rows]
-        above = [max(row["ratio_high"] - row["ratio"], 0.0) for _, row in rows]
-        axes.barh([name for name, _ in rows], ratios, xerr=(below, above), capsize=3, color="#4878a8")
-        axes.set_title(f"{race['task']['size']}: time per update, fastest = 1", fontsize=10)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="x", which="both", labelsize=7)
-    figure.savefig(path)
+        console.print()
+        console.print(f"[bold]{escape(race_line(race['task']))}[/]")
+        table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+        for number, heading in enumerate(HEADINGS):
+            table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=number < 2)
+        others = []
+        for cells in table_rows(race):
+            row = race["contestants"][cells[0]]
+            if len(cells) == len(HEADINGS):
+                table.add_row(*map(escape, cells), style="bold" if row.get("ours") else None)
+            else:
+                others.append((row["status"], cells))
+        if table.row_count:
+            console.print(table)
+        for status, cells in others:
+            style = "red" if status in ("disqualified", "failed") else "dim"
+            console.print(f"[{style}]{escape(cells[0])}  {escape(cells[1])}[/]", soft_wrap=True)
+        console.print(escape(race["verdict"]), soft_wrap=True)
+        for note in race.get("notes", ()):
+            console.print(escape(note), soft_wrap=True, style="yellow" if note.startswith("noise") else None)
+    if document.get("interrupted"):
+        console.print("interrupted: what was measured so far is above", style="red")

@@ -1,8 +1,11 @@
 """A contestant in its own process: commands come as JSON lines on stdin, answers go as JSON lines to the old stdout.
 
-    {"do": "build", "contestant": name, "size": size}    -> {"import_and_build": s, "memory": {...}}
+    {"do": "probe", "framework": f, "device": d}         -> {"device": its name} or an error that says what there is
+    {"do": "build", "contestant": name, "task": spec}    -> {"import": s, "build": s, "memory": {...}}
     {"do": "steps", "count": n}                          -> {"seconds": s for all n, "losses": [...], "memory": {...}}
-    {"do": "peak"}                                       -> {"flops_per_second": best of NumPy's float32 products}
+    {"do": "turn", "count": n}                           -> the same for what the task measures
+    {"do": "decoded"}                                    -> {"tokens": the new tokens of the task's prompts}
+    {"do": "peak", "framework": f, "device": d, "precision": p}    -> {"flops_per_second": best matrix product}
     {"do": "stop"}
 
 A command that fails is answered with {"error": sentence}, and the process goes on listening.
@@ -15,10 +18,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .contestants import Running, all_contestants
+from .device import matmul_peak, memory, probe, stopwatch
 from .task import Task
 
 
@@ -28,70 +32,72 @@ def pin(threads: int | None) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
-def memory() -> dict[str, float]:
-    """Resident memory now and at its peak so far, in MiB; what the platform cannot say is left out."""
-    found = {}
-    try:
-        import psutil
-
-        found["now"] = psutil.Process().memory_info().rss / 2**20
-    except ImportError:
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
-        return found
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found["peak"] = peak / 2**20 if sys.platform == "darwin" else peak / 2**10
-    return found
-
-
 class Worker:
     def __init__(self) -> None:
         self.running: Running | None = None
+        self.task = Task()
+        self.framework = "numpy"
         self.batches: Iterator[dict[str, Any]] = iter(())
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
-        if command["do"] == "build":
-            return self.build(command["contestant"], command["size"])
-        if command["do"] == "steps":
-            return self.steps(command["count"])
-        if command["do"] == "peak":
-            return {"flops_per_second": matmul_peak()}
-        raise ValueError(f"unknown command {command['do']!r}")
+        what = {name: value for name, value in command.items() if name != "do"}
+        verbs: dict[str, Callable[..., dict[str, Any]]] = {
+            "probe": probe, "build": self.build, "steps": self.steps, "turn": self.turn, "decoded": self.decoded,
+            "peak": matmul_peak,
+        }  # fmt: skip
+        if command["do"] not in verbs:
+            raise ValueError(f"unknown command {command['do']!r}")
+        return verbs[command["do"]](**what)
 
-    def build(self, name: str, size: str) -> dict[str, Any]:
-        contestant, task = all_contestants()[name], Task(size)
-        for module in contestant.requires:
+    def build(self, contestant: str, task: dict[str, Any]) -> dict[str, Any]:
+        entry, self.task = all_contestants()[contestant], Task.from_spec(task)
+        self.framework = entry.framework
+        start = time.perf_counter()
+        for module in entry.requires:
             __import__(module)
-        before = memory()
-        begin = time.perf_counter()
-        self.running, self.batches = contestant.build(task), task.batches()
-        return {"build": time.perf_counter() - begin, "memory": before}
+        imported = time.perf_counter() - start
+        before = memory(self.framework, self.task.device)
+        start = time.perf_counter()
+        self.running, self.batches = entry.build(self.task), self.task.batches()
+        return {"import": imported, "build": time.perf_counter() - start, "memory": before}
+
+    def _built(self, asked: str) -> Running:
+        if self.running is None:
+            raise ValueError(f"{asked} before build")
+        return self.running
 
     def steps(self, count: int) -> dict[str, Any]:
-        if self.running is None:
-            raise ValueError("steps before build")
+        return self._time(self._built("steps").step, count, losses=True)
+
+    def turn(self, count: int) -> dict[str, Any]:
+        running, measure = self._built("turn"), self.task.measure
+        if measure == "decode":
+            if running.decode is None:
+                raise ValueError("it has no way to decode")
+            prompts, new, decode = self.task.prompts(), self.task.decoded, running.decode
+            return self._time(lambda batch: decode(prompts, new), count, losses=False)
+        function = {"step": running.step, "backward": running.backward, "forward": running.forward}[measure]
+        if function is None:
+            raise ValueError(f"it has no way to measure {measure!r}")
+        return self._time(function, count, losses=measure == "step")
+
+    def _time(self, function: Callable[[Any], Any], count: int, *, losses: bool) -> dict[str, Any]:
         given = list(itertools.islice(self.batches, count))  # made before the clock starts
-        self.running.finish()
-        begin = time.perf_counter()
-        losses = [self.running.step(batch) for batch in given]
-        self.running.finish()
-        seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "losses": [float(loss) for loss in losses], "memory": memory()}
+        finish = self._built("turn").finish
+        seconds, results = stopwatch(
+            lambda: [function(batch) for batch in given], finish, self.framework, self.task.device
+        )
+        found = [float(loss) for loss in results] if losses else []
+        return {"seconds": seconds, "losses": found, "memory": memory(self.framework, self.task.device)}
 
-
-def matmul_peak(n: int = 1024, repeats: int = 12) -> float:
-    """FLOPs per second of NumPy's float32 matrix product, the best of some: a measure of the machine."""
-    import numpy as np
-
-    a = np.ones((n, n), np.float32)
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - begin)
-    return 2.0 * n**3 / best
+    def decoded(self) -> dict[str, Any]:
+        """What it answers to the prompts: the last `task.decoded` columns."""
+        running = self._built("decoded")
+        if running.decode is None:
+            raise ValueError("it has no way to decode")
+        out = running.decode(self.task.prompts(), self.task.decoded)
+        rows = out.tolist() if hasattr(out, "tolist") else list(out)
+        return {"tokens": [[int(token) for token in row[-self.task.decoded :]] for row in rows]}
 
 
 def main() -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from conformance import race
-from conformance.race import figures, racing
+from conformance.race import figures, judging, lane, racing
 from conformance.race.contestants import all_contestants, missing
 from conformance.race.contestants.base import Contestant
+from conformance.race.pictures import draw
 from conformance.race.process import Process, WorkerFailed
-from conformance.race.table import as_text, draw, table_rows
+from conformance.race.table import as_text, table_rows
 from conformance.race.task import SIZES, Task
 
 # --- figures
@@ -73,10 +74,10 @@ def rows(**losses):
 
 def test_a_contestant_whose_losses_differ_is_disqualified_and_does_not_count():
     found = rows(numpy=[5.5] * 9, honest=[5.5 * (1 + 1e-6)] * 9, cheat=[5.5] * 7 + [5.4] * 2)
-    racing.judge(found, dict.fromkeys(found, 1e-4))
+    judging.judge(found, dict.fromkeys(found, 1e-4))
     assert [row["status"] for row in found.values()] == ["raced", "raced", "disqualified"]
     assert "differ from numpy's by 1.8e-02" in found["cheat"]["reason"]
-    verdict = racing.conclude(found, Task("tiny"), 1e12)
+    verdict = judging.conclude(found, Task("tiny"), 1e12)["verdict"]
     assert verdict.startswith("honest wins: numpy takes 2.00")
     assert "median" not in found["cheat"]
     assert found["honest"]["tokens_per_second"] == 4 * SIZES["tiny"].batch * SIZES["tiny"].length
@@ -86,7 +87,7 @@ def test_a_contestant_whose_losses_differ_is_disqualified_and_does_not_count():
 
 def test_losses_after_the_first_updates_may_drift_and_a_missing_reference_is_replaced():
     found = rows(a=[5.5] * 9, b=[5.5] * 8 + [5.4])
-    racing.judge(found, {"a": 1e-4, "b": 1e-4})
+    judging.judge(found, {"a": 1e-4, "b": 1e-4})
     assert found["b"]["status"] == "raced" and found["b"]["loss_reference"] == "a"
     assert found["b"]["loss_distance"] == 0 and found["b"]["loss_distance_all"] > 0.01
 
@@ -110,7 +111,8 @@ def test_contestants_are_found_and_ours_come_first():
 def test_a_contestant_whose_framework_is_missing_is_skipped_by_name(monkeypatch):
     ghost = Contestant("ghost", lambda task: None, ("no_such_framework", "numpy"))
     assert missing(ghost) == ["no_such_framework"]
-    monkeypatch.setattr(racing, "all_contestants", lambda: {"ghost": ghost})
+    for module in (racing, lane):
+        monkeypatch.setattr(module, "all_contestants", lambda: {"ghost": ghost})
     document = racing.run(["tiny"], ["ghost"], rounds=1, threads=1)
     row = document["races"][0]["contestants"]["ghost"]
     assert row["status"] == "skipped" and row["reason"] == "not installed: no_such_framework"
@@ -126,10 +128,15 @@ def test_a_contestant_whose_framework_is_missing_is_skipped_by_name(monkeypatch)
         ({"rounds": 0}, "rounds must be at least 1"),
         ({"seconds": 0.0}, "seconds above 0"),
         ({"threads": 0}, "threads must be at least 1"),
+        ({"architectures": ["rnn"]}, "architecture must be one of gpt, .*; got 'rnn'"),
+        ({"precision": "float8"}, "precision must be one of float32, bfloat16; got 'float8'"),
+        ({"measure": "sideways"}, "measure must be one of step, .*; got 'sideways'"),
+        ({"device": "npu"}, "device must be one of cpu, cuda, tpu; got 'npu'"),
+        ({"contestants": []}, "unknown contestant none at all"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anybody_starts(changes, phrase, monkeypatch):
-    monkeypatch.setattr(racing, "Process", None)
+    monkeypatch.setattr(lane, "Process", None)
     with pytest.raises(ValueError, match=phrase):
         race.run(**changes)
 
@@ -170,11 +177,11 @@ def test_a_short_race_gives_a_table_a_picture_and_a_document(tmp_path, capsys):
     assert "only numpy finished" in printed.out and "round 2 of 2" in printed.err
     document = json.loads(files["json"].read_text())
     row = document["races"][0]["contestants"]["numpy"]
-    assert len(row["rounds"]) == 2 and len(row["losses"]) == 1 + racing.WARM_UP + 2
+    assert len(row["rounds"]) == 2 and len(row["losses"]) == 1 + lane.WARM_UP + 2
     assert row["losses"][0] == pytest.approx(math.log(256), rel=0.05)  # nothing is learnt yet
     assert row["memory_peak"] >= row["memory_before"] > 0
     assert files["png"].read_bytes()[:4] == b"\x89PNG"
-    assert [len(cells) for cells in table_rows(document["races"][0])] == [10]
+    assert [len(cells) for cells in table_rows(document["races"][0])] == [12]
 
 
 def test_wrong_arguments_of_the_command_end_with_status_2(capsys):

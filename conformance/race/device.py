@@ -1,0 +1,140 @@
+"""The device under a contestant: whether it is there, its clock, its memory, its fastest matrix product."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+MIB = 2**20
+# Square products: large enough that launching them is nothing beside them, small enough for a second in all.
+PEAK_SIZE = {"cpu": 1024, "cuda": 8192, "tpu": 8192}
+PEAK_REPEATS = 12
+
+
+def variables(framework: str, device: str) -> dict[str, str]:
+    """What the environment of a process must say so that this framework runs there; before its import."""
+    return {"JAX_PLATFORMS": device} if framework == "jax" else {}
+
+
+def probe(framework: str, device: str) -> dict[str, Any]:
+    """{"device": name, "products": what a float32 product is computed in}; RuntimeError where there is none."""
+    if framework == "numpy":
+        if device != "cpu":
+            raise RuntimeError(f"NumPy has no device {device!r}: it computes on the CPU")
+        return {"device": "cpu", "products": "float32"}
+    if framework == "torch":
+        torch = importlib.import_module("torch")
+        if device == "tpu":
+            raise RuntimeError("the torch contestants have no device 'tpu'; use cpu or cuda")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no CUDA device on this machine")
+        reduced = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        return {"device": name, "products": "TF32" if reduced else "float32"}
+    jax = importlib.import_module("jax")
+    try:
+        found = jax.devices()[0]
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else "no such platform"
+        raise RuntimeError(f"JAX has no device {device!r} on this machine: {said}") from None
+    return {"device": str(found.device_kind), "products": "float32 (precision highest)"}
+
+
+def stopwatch(
+    work: Callable[[], list[Any]], finish: Callable[[], Any], framework: str, device: str
+) -> tuple[float, list[Any]]:
+    """Seconds from an idle device to an idle device around `work`, and what it gave.
+
+    CUDA in torch: events in its stream; elsewhere the host's clock after `finish`, which waits for every parameter.
+    """
+    finish()
+    if framework == "torch" and device == "cuda":
+        torch = importlib.import_module("torch")
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        results = work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3, results
+    if framework == "jax":
+        jax = importlib.import_module("jax")
+        start = time.perf_counter()
+        results = jax.block_until_ready(work())
+        finish()
+        return time.perf_counter() - start, results
+    start = time.perf_counter()
+    results = work()
+    finish()
+    return time.perf_counter() - start, results
+
+
+def memory(framework: str, device: str) -> dict[str, float]:
+    """MiB in use now and at the peak so far: of the device's allocator, on the CPU of the whole process.
+
+    What the platform cannot say is left out.
+    """
+    if device != "cpu":
+        return _device_memory(framework)
+    found = {}
+    try:
+        import psutil
+
+        found["now"] = psutil.Process().memory_info().rss / MIB
+    except ImportError:
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found["peak"] = peak / MIB if sys.platform == "darwin" else peak / 2**10
+    return found
+
+
+def _device_memory(framework: str) -> dict[str, float]:
+    if framework == "torch":
+        torch = importlib.import_module("torch")
+        return {"now": torch.cuda.memory_allocated() / MIB, "peak": torch.cuda.max_memory_allocated() / MIB}
+    statistics = importlib.import_module("jax").devices()[0].memory_stats() or {}
+    names = {"now": "bytes_in_use", "peak": "peak_bytes_in_use"}
+    return {short: statistics[long] / MIB for short, long in names.items() if long in statistics}
+
+
+def matmul_peak(framework: str = "numpy", device: str = "cpu", precision: str = "float32") -> dict[str, Any]:
+    """{"flops_per_second"} of the framework's own square matrix product, the best of some: what it could reach."""
+    n = PEAK_SIZE[device]
+    best = float("inf")
+    call = _product(framework, device, precision, n)
+    for _ in range(PEAK_REPEATS):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return {"flops_per_second": 2.0 * n**3 / best}
+
+
+def _product(framework: str, device: str, precision: str, n: int) -> Callable[[], Any]:
+    """A call that multiplies and waits; called once, so that whatever is compiled is."""
+    import numpy as np
+
+    ones = np.ones((n, n), np.float32)
+    if framework == "numpy":
+        return lambda: ones @ ones
+    if framework == "torch":
+        torch = importlib.import_module("torch")
+        x = torch.from_numpy(ones).to(device, getattr(torch, precision))
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+        def multiply() -> None:
+            x @ x
+            wait()
+
+        multiply()
+        return multiply
+    jax = importlib.import_module("jax")
+    y = jax.numpy.asarray(ones, precision)
+    product = jax.jit(lambda a: jax.numpy.matmul(a, a, precision="highest"))
+    product(y).block_until_ready()
+    return lambda: product(y).block_until_ready()
