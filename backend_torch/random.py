@@ -1,12 +1,14 @@
 """Random numbers from counters: Threefry-2x32 with 20 rounds, in torch on any device. Rules: core_numpy.random.
 
 torch has no complete unsigned arithmetic, so 32-bit words live in int64 and are cut to 32 bits where it matters.
-Results are on the key's device. Everything traces under `torch.compile`.
+Results are on the key's device. Everything traces under `torch.compile`, where the twenty rounds stay one
+operation: its default compiler takes half a minute of Python to fuse them, for each draw of a model anew.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +107,11 @@ def _to_uniform(bits: Tensor) -> Tensor:
 
 
 def _threefry(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    kept = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return (_whole if kept else _rounds)(key, high, low)
+
+
+def _rounds(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Twenty rounds of add, rotate, exclusive or; after every four, the next two words of the key.
 
     x1 is always cut to 32 bits, because bits above would be shifted down; x0 only grows (by at most 26 words) and is
@@ -121,3 +128,24 @@ def _threefry(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
         x0 = x0 + words[(group + 1) % 3]
         x1 = (x1 + words[(group + 2) % 3] + (group + 1)) & MASK
     return x0 & MASK, x1
+
+
+@torch.library.custom_op("backend_torch::threefry", mutates_args=())
+def _whole(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """`_rounds` as an operation that no compiler takes apart."""
+    return _rounds(key, high, low)
+
+
+@_whole.register_fake
+def _(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    shape = torch.broadcast_shapes(high.shape, low.shape)
+    return low.new_empty(shape, dtype=torch.int64), low.new_empty(shape, dtype=torch.int64)
+
+
+@_whole.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    parts = [
+        _whole(*(x if d is None else x.select(d, b) for x, d in zip(args, in_dims, strict=True)))
+        for b in range(info.batch_size)
+    ]
+    return tuple(torch.stack(words) for words in zip(*parts, strict=True)), (0, 0)
