@@ -31,6 +31,10 @@ UNROLLED = 8
 FEWEST_ROWS = 64
 # A bounded window reads one range of keys per block of queries up to this length, beyond it chunks.
 SLAB_LONGEST = 1024
+# Up to this many pairs of a query and a key, weights are kept for the backward pass instead of made again: at most
+# 256 KiB a head in float32, what its queries, keys, values and outputs of size 64 take. Measured on x86-64: ahead up to
+# 256 rows and keys; where heads share keys up to 128, since short blocks of rows then skip more of a triangle.
+WHOLE = 1 << 16
 # Offsets and window sides are cut here, so that a row, an offset and a side add up in 32 bits; lengths are far below.
 FAR = 1 << 29
 
@@ -93,6 +97,33 @@ def fold_band(causal: bool, window: Window | None, offset: int | None, T: int, S
     if right is not None:
         right = min(max(right + (offset or 0), -far), far)
     return None if left is None and right is None else (left, right)
+
+
+def keeps_weights(spec: Spec) -> bool:
+    """Few scores, and no more keys than a chunk: of a long cache most chunks may be skipped."""
+    return 0 < spec.T * spec.S <= (WHOLE if spec.r == 1 else WHOLE // 4) and spec.S <= CHUNK and spec.B > 0
+
+
+def every_query_sees(spec: Spec, terms: Terms) -> bool:
+    """Whether it is static that no query is without a key."""
+    return _always_meets(spec.band, terms, spec.T, spec.S)
+
+
+def every_key_is_seen(spec: Spec, terms: Terms) -> bool:
+    """Whether it is static that no key is without a query: the band seen from the keys has its sides exchanged."""
+    return _always_meets(spec.band and spec.band[::-1], terms, spec.S, spec.T)
+
+
+def _always_meets(band: Window | None, terms: Terms, n: int, m: int) -> bool:
+    """Whether [p - left, p + right] meets [0, m) for each p of [0, n), and nothing but the band restricts."""
+    if terms.keys() - {"sinks", "dropout_key"}:
+        return False
+    left, right = band or (None, None)
+    return (
+        (left is None or n - 1 - left < m)
+        and (right is None or right >= 0)
+        and (left is None or right is None or left + right >= 0)
+    )
 
 
 def layout(spec: Spec, names: frozenset[str]) -> Layout:

@@ -17,21 +17,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .blocks import Layout, Spec, Terms, layout, one_pass, row_starts, start, take, visit
+from .blocks import Layout, Spec, Terms, keeps_weights, layout, one_pass, row_starts, start, take, visit
 from .blockwise_gradients import backward
 from .blockwise_scores import accumulation, dropped, keys_of, product, scores
+from .blockwise_whole import whole
 from .visibility import Block
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> tuple[jax.Array, jax.Array]:
     """q (B, G, r, T, D), k (B, G, S, D), v (B, G, S, Dv) -> out (B, G, r, T, Dv) in q's dtype, lse (B, G, r, T).
 
     terms: q_offset (B,), kv_lengths (B,), q_segments (B, T), kv_segments (B, S), mask and bias with five axes,
-    sinks (G, r), dropout_key (2,), those that are given.
+    sinks (G, r), dropout_key (2,), those that are given. Few scores are taken whole, more of them in blocks.
     """
+    return whole(spec, q, k, v, terms) if keeps_weights(spec) else _many(spec, q, k, v, terms)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _many(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) -> tuple[jax.Array, jax.Array]:
     return _forward(spec, q, k, v, terms)
 
 
@@ -149,4 +154,4 @@ def _gradients(spec: Spec, saved, cotangents):
     return backward(spec, saved, cotangents)
 
 
-blockwise.defvjp(_save, _gradients)
+_many.defvjp(_save, _gradients)

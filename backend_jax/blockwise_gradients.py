@@ -53,19 +53,19 @@ def backward(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
     else:
         shared, own = lax.scan(group, shared, jnp.arange(count, dtype=jnp.int32))
     dq, dk, dv = (x.reshape(like.shape) for x, like in zip(own, (q, k, v), strict=True))
-    return dq, dk, dv, _term_cotangents(terms, shared)
+    return dq, dk, dv, term_cotangents(terms, shared)
 
 
-def _refuse_twice(spec: Spec, saved: Saved, cotangents: Any):
+def refuse_twice(spec: Spec, saved: Saved, cotangents: Any):
     raise ValueError(
         "kernel='blockwise' can be differentiated once; kernel='dense' can be differentiated any number of times"
     )
 
 
-backward.defvjp(_refuse_twice, lambda spec, saved, cotangents: cotangents)
+backward.defvjp(refuse_twice, lambda spec, saved, cotangents: cotangents)
 
 
-def _term_cotangents(terms: Terms, found: Sums) -> dict[str, Any]:
+def term_cotangents(terms: Terms, found: Sums) -> dict[str, Any]:
     """Sums in the term's own dtype; integers and booleans have the empty cotangent that JAX asks for."""
     return {
         name: found[name].astype(x.dtype) if name in found else np.zeros(x.shape, dtypes.float0)
@@ -79,7 +79,7 @@ def _without_scores(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.A
     found: Sums = {name: jnp.zeros(terms[name].shape) for name in ("bias", "sinks") if name in terms}
     if "sinks" in terms and spec.S == 0:
         found["sinks"] = cotangents[1].sum((0, 3))
-    return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), _term_cotangents(terms, found)
+    return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), term_cotangents(terms, found)
 
 
 def _over_rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, arrays, sums: Sums) -> Sums:
@@ -172,6 +172,11 @@ def _add(total: jax.Array, part: jax.Array, starts: tuple) -> jax.Array:
 
 def _add_bias(total: jax.Array, ds: jax.Array, block: Block) -> jax.Array:
     """A bias of size 1 along an axis collects the sum over that axis."""
-    ds = ds.sum(axis=tuple(n for n in range(5) if total.shape[n] == 1), keepdims=True)
+    ds = sum_to(ds, total.shape)
     starts = (block.b, block.g, 0, block.i, block.j)
     return _add(total, ds, tuple(0 if total.shape[n] == 1 else s for n, s in enumerate(starts)))
+
+
+def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The sum of x over the axes that have size 1 in shape."""
+    return x.sum(axis=tuple(n for n in range(x.ndim) if shape[n] == 1), keepdims=True)

@@ -38,7 +38,12 @@ def scores(spec: Spec, terms: Terms, block: Block, s: jax.Array, first, masked: 
 
 
 def dropped(spec: Spec, terms: Terms, block: Block, x: jax.Array) -> jax.Array:
-    if spec.dropout == 0.0:
+    return x if spec.dropout == 0.0 else thinned(spec, kept(spec, terms, block), x)
+
+
+def thinned(spec: Spec, choice: jax.Array | None, x: jax.Array) -> jax.Array:
+    """x where dropout's choice keeps it, scaled up, and 0 elsewhere; None: there is no dropout."""
+    if choice is None:
         return x
     gain = 1.0 / (1.0 - spec.dropout) if spec.dropout < 1.0 else 0.0
-    return jnp.where(kept(spec, terms, block), x * gain, 0)
+    return jnp.where(choice, x * gain, 0)
