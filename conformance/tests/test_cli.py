@@ -7,29 +7,32 @@ import re
 import signal
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from core_numpy.contract import training_run
+from core_numpy.contract import peak, training_run
 from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
 from core_numpy.contract.cli import main
+from core_numpy.contract.cost import step_cost
 from core_numpy.contract.data import evaluation_batches
+from core_numpy.contract.run_log import read_curve
 from core_numpy.contract.schedule import learning_rate
 
 
 class Bigram:
     """A table of logits in the place of a Transformer: the next byte from the last."""
 
-    def __init__(self, config, *, seed=0, dtype="float32", device=None):
+    def __init__(self, config, *, seed=0, dtype="float32", device=None, size=256):
         if device not in (None, "cpu"):
             raise ValueError(f"device must be 'cpu'; got {device!r}")
-        self.config, self.params = config, {"table": np.zeros((256, 256), np.float32)}
+        self.config, self.params = config, {"table": np.zeros((size, size), np.float32)}
 
 
 class Trainer:
     def __init__(self, model, config):
-        self.model, self.config, self.done = model, config, 0
+        self.model, self.config, self.updates, self.batches = model, config, 0, 0
 
     def _loss(self, batch):
         tokens, targets = batch["tokens"].ravel(), batch["targets"].ravel()
@@ -40,8 +43,9 @@ class Trainer:
     def step(self, batch):
         tokens, targets, p, loss = self._loss(batch)
         p[np.arange(len(p)), targets] -= 1
-        self.done += 1
-        lr = learning_rate(self.config, self.done)
+        self.updates += 1
+        self.batches += 1
+        lr = learning_rate(self.config, self.updates)
         np.add.at(self.model.params["table"], tokens, -100 * lr * p.astype(np.float32))
         return {"loss": loss, "grad_norm": 1.0, "lr": lr, "tokens": len(tokens)}
 
@@ -50,15 +54,18 @@ class Trainer:
         count = sum(size for _, size in rows)
         return {"loss": sum(loss * size for loss, size in rows) / count, "tokens": count}
 
-    def save(self, path):
-        write_checkpoint(path, step=self.done, params=self.model.params, state={}, config=self.model.config,
+    def save(self, path, *, background=False):
+        write_checkpoint(path, step=self.updates, params=self.model.params, state={}, config=self.model.config,
                          train_config=self.config)  # fmt: skip
 
+    def wait(self):
+        pass
+
     @classmethod
-    def load(cls, path):
+    def load(cls, path, *, device=None):
         found = read_checkpoint(path)
         trainer = cls(Bigram(found.config), found.train_config)
-        trainer.model.params, trainer.done = found.params, found.step
+        trainer.model.params, trainer.updates, trainer.batches = found.params, found.step, found.step
         return trainer
 
 
@@ -76,6 +83,7 @@ def stand_in(tmp_path, monkeypatch):
     backend.set_params = lambda model, params: setattr(model, "params", params)
     backend.key = lambda seed: seed
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training_run, "measure_peak", lambda *arguments: 1e9)
     (tmp_path / "text.txt").write_text("abcd" * 500)
     return backend
 
@@ -107,6 +115,123 @@ def test_json_lines_are_the_whole_output_and_end_with_the_validation(stand_in, c
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 5]
     assert rows[-1]["bits_per_byte"] == pytest.approx(rows[-1]["validation_loss"] / np.log(2))
     assert rows[-1]["out"] == "here"
+
+
+def test_a_row_has_its_speed_its_share_of_the_peak_and_the_time_left(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "3", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()][:3]
+    flops = step_cost(training_run.model_config("tiny", 6), 3, 6).total.flops
+    for row in rows:
+        assert row["utilisation"] == pytest.approx(row["tokens_per_second"] * flops / 18 / 1e9, abs=1e-4, rel=1e-2)
+    assert rows[0]["seconds_left"] >= rows[-1]["seconds_left"] == 0
+    assert main(stand_in, [*RUN, "--steps", "1"]) == 0
+    assert re.search(r"lr 3\.00e-03  [\d,]+ tokens/s  \d+% of peak  0:00 left", capsys.readouterr().out)
+
+
+def test_a_file_of_token_ids_is_trained_on_measured_and_continued_by_its_ids(stand_in, capsys):
+    np.save("ids.npy", np.tile(np.array([3, 500, 7, 9], np.uint16), 400))
+    config = training_run.model_config("tiny", 6, 501)
+    assert config.vocab == 501
+    stand_in.Transformer = lambda config, **more: Bigram(config, size=501, **more)
+    run = ["train", "--data", "ids.npy", "--length", "6", "--batch", "3", "--plain", "--steps", "60"]
+    assert main(stand_in, run) == 0
+    out = capsys.readouterr().out
+    assert "1,440 tokens of ids.npy" in out and "bits/token 8.9687" in out  # log2 501: nothing is learnt yet
+    assert read_checkpoint("runs/numpy-tiny").config.vocab == 501
+    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_token"] < 1
+    generate = ["generate", "--resume", "runs/numpy-tiny", "--max-new", "3", "--temperature", "0"]
+    assert main(stand_in, [*generate, "--tokens", "7 9"]) == 0
+    assert capsys.readouterr().out == "7 9 3 500 7\n"
+    assert main(stand_in, [*generate, "the"]) == 2
+    assert "give the prompt as such, --tokens" in capsys.readouterr().err
+    np.save("ids.npy", np.tile(np.array([3, 500, 7, 8], np.uint16), 400))
+    assert main(stand_in, ["train", "--resume", "runs/numpy-tiny", "--steps", "70"]) == 2
+    assert "ids.npy is not the data that" in capsys.readouterr().err
+
+
+def test_a_schedule_that_ends_is_resumed_with_its_own_end(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "14", "--schedule", "linear", "--checkpoint-every", "7"]) == 0
+    assert logged()[-1]["lr"] == 0.0 and 3e-3 == logged()[9]["lr"] > logged()[11]["lr"] > 0
+    assert main(stand_in, ["train", "--resume", "runs/numpy-tiny/step-00000007", "--steps", "9"]) == 2
+    assert "--steps is 14 in runs/numpy-tiny/step-00000007 and not 9" in capsys.readouterr().err
+    assert main(stand_in, ["train", "--resume", "runs/numpy-tiny/step-00000007", "--out", "again"]) == 0
+    assert [row["lr"] for row in logged("again")] == [row["lr"] for row in logged()[7:]]
+
+
+def test_a_log_whose_last_line_was_cut_off_goes_on_with_a_line_of_its_own(stand_in):
+    assert main(stand_in, [*RUN, "--steps", "4"]) == 0
+    with open("runs/numpy-tiny/log.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    assert main(stand_in, ["train", "--resume", "runs/numpy-tiny", "--steps", "6", "--plain"]) == 0
+    assert [step for step, _ in read_curve(Path("runs/numpy-tiny/log.jsonl"))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_that_is_left_out_is_no_update_and_its_batch_is_gone(stand_in, monkeypatch):
+    plain, left_out = Trainer.step, []
+
+    def step(self, batch):
+        if self.updates == 2 and not left_out:
+            left_out.append(batch)
+            self.batches += 1
+            return {"loss": 1.0, "grad_norm": np.inf, "lr": 0.1, "tokens": 3}
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    assert main(stand_in, [*RUN, "--steps", "4"]) == 0
+    assert left_out and [row["step"] for row in logged()] == [1, 2, 3, 4]
+    assert read_checkpoint("runs/numpy-tiny").step == 4
+
+
+MADE = []
+
+
+class Recorder:
+    """What tensorboard's writer is given."""
+
+    def __init__(self, folder):
+        self.folder, self.events, self.closed = folder, [], False
+        MADE.append(self)
+
+    def add_event(self, event):
+        self.events.append(event)
+
+    def close(self):
+        self.closed = True
+
+
+def test_tensorboard_gets_every_number_where_it_is_installed(stand_in, monkeypatch):
+    parts = {
+        "tensorboard.compat.proto.event_pb2": {"Event": types.SimpleNamespace},
+        "tensorboard.compat.proto.summary_pb2": {"Summary": types.SimpleNamespace},
+        "tensorboard.summary.writer.event_file_writer": {"EventFileWriter": Recorder},
+    }
+    for name, contents in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["tensorboard.compat.proto.summary_pb2"].Summary = Summary = type("Summary", (), {})
+    Summary.__init__ = lambda self, value=(): setattr(self, "value", value)
+    Summary.Value = types.SimpleNamespace
+    assert main(stand_in, [*RUN, "--steps", "3"]) == 0
+    (recorder,) = MADE
+    assert recorder.closed and recorder.folder.endswith("numpy-tiny")
+    assert [event.step for event in recorder.events] == [1, 2, 3]
+    for event, row in zip(recorder.events, logged(), strict=True):
+        shown = {value.tag: value.simple_value for value in event.summary.value}
+        assert shown == {f"train/{name}": x for name, x in row.items() if name not in ("step", "backend")}
+
+
+def test_the_measured_peak_is_that_of_a_product_of_a_known_size(monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: float(next(ticks)))
+    assert peak.measure_peak(importlib.import_module("core_numpy"), "float32", None) == 2.0 * 256**3
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_peak_is_measured_in_the_backends_own_arrays(name, monkeypatch):
+    monkeypatch.setattr(peak, "LONG_ENOUGH", 0.0)
+    assert peak.measure_peak(real(name), "float32", None) > 1e6
 
 
 def test_a_resumed_run_is_the_straight_run(stand_in, capsys):
@@ -154,7 +279,7 @@ def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(stand_in, capsys
     plain = Trainer.step
 
     def step(self, batch):
-        if self.done == 3:
+        if self.updates == 3:
             signal.raise_signal(signal.SIGINT)
         return plain(self, batch)
 
@@ -195,7 +320,15 @@ ERRORS = [
     (["train", "--resume", "nowhere"], "nowhere does not exist"),
     (["train", "--resume", "run"], "has 2 updates already: give --steps above that"),
     (["train", "--resume", "run", "--steps", "9", "--lr", "0.5"], "--lr is 0.003 in"),
+    (
+        ["train", "--resume", "run", "--steps", "9", "--lr", "0.5", "--batch", "4"],
+        "and not 4, --lr is 0.003 in run/step-00000002 and not 0.5: a resumed run keeps what it was started with",
+    ),
     (["train", "--resume", "run", "--steps", "9", "--text", "other.txt"], "is not the text that"),
+    ([*RUN, "--data", "ids.npy"], "--text and --data exclude each other"),
+    (["train", "--data", "none.npy"], "none.npy does not exist"),
+    (["train", "--data", "text.txt"], "text.txt must end in .npy, .bin or .uint16"),
+    (["evaluate", "--resume", "run", "--data", "ids.npy"], "ids.npy has token 300 at 2; the vocabulary is 256"),
     ([*RUN, "--out", "run"], "run holds a run already"),
     (["evaluate", "--resume", "text.txt"], "text.txt is a file"),
     (["generate", "--resume", "run", ""], "at least one byte"),
@@ -205,6 +338,7 @@ ERRORS = [
 @pytest.mark.parametrize(("arguments", "phrase"), ERRORS)
 def test_an_error_is_one_line_and_status_2_and_debug_shows_the_rest(stand_in, capsys, monkeypatch, arguments, phrase):
     monkeypatch.setattr(training_run, "draw_losses", lambda *arguments, **more: None)  # a third of a second each
+    np.save("ids.npy", np.array([1, 2, 300]))
     with open("empty.txt", "w"), open("other.txt", "w") as file:
         file.write("efgh" * 500)
     assert main(stand_in, [*RUN, "--steps", "2", "--out", "run"]) == 0

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from .config import PRECISIONS, ModelConfig
-from .data import byte_tokens, evaluation_batches, split
+from .config import PRECISIONS, SCHEDULES, ModelConfig
+from .data import evaluation_batches, split
 from .files import Checkpoint, read_checkpoint
 from .progress import bits_per_byte
-from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, load_text, resume, run, stored_settings
+from .source import open_source
+from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, resume, run, stored_settings
 from .words import Words
 
 NAMES = {"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "jax"}
@@ -86,6 +87,7 @@ def build_parser(backend: ModuleType) -> argparse.ArgumentParser:
     evaluate_verb.add_argument(
         "--text", metavar="PATH", help="text to measure (default: the validation part of its own)"
     )
+    evaluate_verb.add_argument("--data", metavar="FILE", help="token ids to measure: .npy, .bin or .uint16")
     evaluate_verb.add_argument("--batch", type=int, metavar="N", help="windows at once (default: as in training)")
     evaluate_verb.add_argument("--length", type=int, metavar="N", help="bytes per window (default: as in training)")
     generate_verb = _verb(
@@ -127,11 +129,15 @@ def _verb(verbs: Any, name: str, text: str, example: str) -> argparse.ArgumentPa
 
 def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--text", metavar="PATH", help="file or directory (default: CPython's help topics)")
+    verb.add_argument("--data", metavar="FILE", help="token ids instead of a text: .npy, .bin or .uint16")
     verb.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"{', '.join(SIZES)} (default tiny)")
     verb.add_argument("--steps", type=int, metavar="N", help="updates in all (default by size)")
     verb.add_argument("--batch", type=int, metavar="N", help="windows per update (default by size)")
     verb.add_argument("--length", type=int, metavar="N", help="bytes per window (default by size)")
     verb.add_argument("--lr", type=float, metavar="X", help="learning rate (default by size)")
+    verb.add_argument(
+        "--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} (default constant)"
+    )
     verb.add_argument("--seed", type=int, metavar="N", help="of weights and data order (default 0)")
     verb.add_argument(
         "--precision", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (default float32)"
@@ -149,7 +155,7 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
     given = Settings(
         **{
             name: getattr(arguments, name)
-            for name in ("text", "size", "steps", "batch", "length", "lr", "seed", "precision")
+            for name in ("text", "data", "size", "steps", "batch", "length", "lr", "seed", "precision", "schedule")
         }
     )
     name = backend_name(backend)
@@ -163,26 +169,27 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
 
 
 def evaluate(backend: ModuleType, arguments: argparse.Namespace) -> int:
-    """Print loss and bits per byte of a checkpoint on held-out text."""
+    """Print loss and bits per byte (or per token) of a checkpoint on held-out text."""
     checkpoint, settings, model = _load(backend, arguments)
     length = arguments.length or settings.length or min(64, checkpoint.config.max_length)
     batch = arguments.batch or settings.batch or checkpoint.train_config.batch
-    if arguments.text is None:
-        text, label = load_text(settings.text)
-        _, tokens = split(byte_tokens(text), length=length)
-        label = f"the validation part of {label}"
-    else:
-        text, label = load_text(arguments.text)
-        tokens = byte_tokens(text)
+    given = arguments.text is not None or arguments.data is not None
+    text, data = (arguments.text, arguments.data) if given else (settings.text, settings.data)
+    source = open_source(text, data, vocab=checkpoint.config.vocab)
+    if source.vocab != checkpoint.config.vocab:
+        raise ValueError(
+            f"{checkpoint.path} is no byte-level model: it has vocab={checkpoint.config.vocab}; give --data, token ids"
+        )
+    tokens = source.tokens if given else split(source.tokens, length=length)[1]
     trainer = backend.Trainer(model, checkpoint.train_config)
     found = trainer.evaluate(evaluation_batches(tokens, batch=batch, length=length, limit=EVALUATION_BATCHES))
     loss, counted = float(found["loss"]), int(found["tokens"])
     if arguments.json:
-        row = {"step": checkpoint.step, "loss": loss, "bits_per_byte": bits_per_byte(loss), "tokens": counted}
+        row = {"step": checkpoint.step, "loss": loss, f"bits_per_{source.unit}": bits_per_byte(loss), "tokens": counted}
         print(json.dumps(row))
     else:
-        print(f"{checkpoint.path} on {label}:")
-        print(f"loss {loss:.4f}   bits per byte {bits_per_byte(loss):.4f}   {counted:,} bytes")
+        print(f"{checkpoint.path} on {'' if given else 'the validation part of '}{source.label}:")
+        print(f"loss {loss:.4f}   bits per {source.unit} {bits_per_byte(loss):.4f}   {counted:,} {source.unit}s")
     return 0
 
 
@@ -203,7 +210,7 @@ def generate(backend: ModuleType, arguments: argparse.Namespace) -> int:
     ids = from_backend(backend, written)[0]
     text = words.text(ids)
     said = "The " if arguments.prompt is None and arguments.tokens is None else arguments.prompt or arguments.tokens
-    row = {"prompt": said, "text": text} | ({} if arguments.model is None else {"tokens": ids.tolist()})
+    row = {"prompt": said, "text": text} | ({} if words.bytes else {"tokens": ids.tolist()})
     print(json.dumps(row) if arguments.json else text)
     return 0
 
@@ -211,7 +218,8 @@ def generate(backend: ModuleType, arguments: argparse.Namespace) -> int:
 def _writer(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Any, Words]:
     """The model, and what its ids mean."""
     if arguments.resume is not None:
-        return _load(backend, arguments)[2], Words()
+        checkpoint, settings, model = _load(backend, arguments)
+        return model, Words(numbers=settings.data is not None or checkpoint.config.vocab != 256)
     model = backend.Transformer.from_pretrained(arguments.model, device=arguments.device)
     if model.config.head != "lm" or model.config.kind != "decoder":
         raise ValueError(
@@ -223,10 +231,10 @@ def _writer(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Any, Wo
 
 def _load(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Checkpoint, Settings, Any]:
     checkpoint = read_checkpoint(Path(arguments.resume))
-    if checkpoint.config.vocab != 256 or checkpoint.config.head != "lm" or checkpoint.config.kind != "decoder":
+    if checkpoint.config.head != "lm" or checkpoint.config.kind != "decoder":
         raise ValueError(
-            f"{checkpoint.path} is no byte-level language model: expected a decoder with vocab=256 and head='lm'; got "
-            f"kind={checkpoint.config.kind!r}, vocab={checkpoint.config.vocab}, head={checkpoint.config.head!r}"
+            f"{checkpoint.path} is no language model: expected a decoder with head='lm'; got "
+            f"kind={checkpoint.config.kind!r}, head={checkpoint.config.head!r}"
         )
     return checkpoint, stored_settings(checkpoint), restored(backend, checkpoint, arguments.device)
 

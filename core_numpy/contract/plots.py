@@ -14,10 +14,12 @@ def draw_losses(
     *,
     validation: tuple[int, float] | None = None,
     title: str = "",
+    unit: str = "byte",
 ) -> None:
-    """Write a PNG of bits per byte against updates; `curves` are name -> (step, loss in nats), as is `validation`.
+    """Write a PNG of bits per byte or token against updates; `curves` are name -> (step, loss in nats).
 
-    Needs matplotlib. The figure is made without pyplot, so no display and no global state are touched.
+    `validation` is one such pair. Needs matplotlib. The figure is made without pyplot, so no display and no global
+    state are touched.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,7 +35,7 @@ def draw_losses(
     if validation is not None:
         axes.plot(validation[0], bits_per_byte(validation[1]), "k*", markersize=9, label="validation")
     axes.set_xlabel("update")
-    axes.set_ylabel("bits per byte")
+    axes.set_ylabel(f"bits per {unit}")
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -20,12 +20,16 @@ def bits_per_byte(loss: float) -> float:
 class Progress:
     """`row` after each update, `message` for sentences, `close` at the end.
 
-    Lines are printed for the first 20 updates, every twentieth part of the run and the last. Tokens per second and the
-    time left are over the last 20 updates, so that a compiling first step does not spoil them.
+    Lines are printed for the first 20 updates, every twentieth part of the run and the last. Tokens per second, the
+    time left and the utilisation are over the last 20 updates, so that a compiling first step does not spoil them.
+    `share` is what one token per second is of the machine's measured FLOPs; `unit` is "byte" or "token".
     """
 
-    def __init__(self, first: int, steps: int, *, as_json: bool, plain: bool) -> None:
+    def __init__(
+        self, first: int, steps: int, *, as_json: bool, plain: bool, unit: str = "byte", share: float = 0.0
+    ) -> None:
         self.first, self.steps, self.as_json = first, steps, as_json
+        self.unit, self.share = unit, share
         self._times: deque[tuple[float, int]] = deque(maxlen=21)
         self._times.append((time.perf_counter(), 0))
         self._bar: Any = None
@@ -39,23 +43,27 @@ class Progress:
         speed = sum(tokens for _, tokens in list(self._times)[1:]) / elapsed
         left = (self.steps - step) * elapsed / (len(self._times) - 1)
         loss = float(result["loss"])
+        bits = bits_per_byte(loss)
         row = {
             "step": step,
             "loss": loss,
-            "bits_per_byte": bits_per_byte(loss),
+            f"bits_per_{self.unit}": bits,
             "grad_norm": float(result["grad_norm"]),
             "lr": float(result["lr"]),
             "tokens_per_second": round(speed, 1),
+            "utilisation": round(speed * self.share, 4),
+            "seconds_left": round(left, 1),
         }
+        shown = f"loss {loss:.4f}  bits/{self.unit} {bits:.4f}"
+        fast = f"{speed:,.0f} tokens/s  {speed * self.share:.0%} of peak"
         if self._bar is not None:
-            note = f"loss {loss:.4f}  bits/byte {row['bits_per_byte']:.4f}  {speed:,.0f} tokens/s"
+            note = f"{shown}  {fast}"
             self._bar.update(self._bar.task_ids[0], completed=step, note=note)
         elif self.as_json:
             print(json.dumps(row), flush=True)
         elif step <= 20 or step - self.first <= 1 or step == self.steps or step % max(1, self.steps // 20) == 0:
             print(
-                f"step {step:>5}/{self.steps}  loss {loss:.4f}  bits/byte {row['bits_per_byte']:.4f}  "
-                f"lr {row['lr']:.2e}  {speed:>9,.0f} tokens/s  {_clock(left)} left",
+                f"step {step:>5}/{self.steps}  {shown}  lr {row['lr']:.2e}  {fast}  {_clock(left)} left",
                 flush=True,
             )
         return row

@@ -4,12 +4,12 @@ DIR/step-00000300/   checkpoints (contract.checkpoints)
     run.json         the settings and the text's digest: what a resumed run must keep
     log.jsonl        one line per update
     loss.png         the curve, where matplotlib is installed
+    events.out.*     the same numbers for TensorBoard, where tensorboard is installed
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import signal
 import sys
@@ -25,9 +25,13 @@ import numpy as np
 
 from .checkpoints import Checkpoint, read_checkpoint
 from .config import ModelConfig, TrainConfig
-from .data import batches, byte_tokens, default_text, evaluation_batches, read_text, split
+from .cost import step_cost
+from .data import batches, evaluation_batches, prefetch, split
+from .peak import measure_peak
 from .plots import draw_losses
 from .progress import Progress, bits_per_byte
+from .run_log import RunLog, read_curve
+from .source import Source, open_source
 from .tensor_file import write_whole
 
 # Enough for a mean that moves by less than 0.01 from one draw of windows to another, and seconds on a CPU.
@@ -57,10 +61,11 @@ SIZES = {
 class Settings:
     """What was asked for; None is "as it was" for a resumed run and "by size" for a new one.
 
-    In a `Session` all but text and size have a value.
+    In a `Session` all but text, data and size have a value.
     """
 
     text: str | None = None
+    data: str | None = None
     size: str | None = None
     steps: Any = None
     batch: Any = None
@@ -68,28 +73,29 @@ class Settings:
     lr: Any = None
     seed: Any = None
     precision: Any = None
+    schedule: Any = None
 
 
 @dataclass
 class Session:
-    """A run about to start: the trainer stands after `step` updates."""
+    """A run about to start: the trainer stands where its checkpoint does. `share`: `Progress`."""
 
     trainer: Any
     name: str
     out: Path
     settings: Settings
-    digest: str
+    source: Source
     train: np.ndarray
     validation: np.ndarray
-    step: int
+    share: float
     described: str
 
 
-def model_config(size: str, length: int) -> ModelConfig:
-    """The byte-level decoder of a size."""
+def model_config(size: str, length: int, vocab: int = 256) -> ModelConfig:
+    """The decoder of a size, by default one of bytes."""
     shape = SIZES[size]
     return ModelConfig(
-        vocab=256,
+        vocab=vocab,
         width=shape.width,
         heads=shape.heads,
         layers=shape.layers,
@@ -102,99 +108,114 @@ def model_config(size: str, length: int) -> ModelConfig:
 
 
 def train_config(settings: Settings) -> TrainConfig:
-    """A constant rate after ten updates of warm-up, so that a run can be made longer by resuming it."""
+    """Ten updates of warm-up; a constant rate unless asked, so that a run can be made longer by resuming it."""
     return TrainConfig(
         steps=settings.steps,
         batch=settings.batch,
         lr=settings.lr,
         warmup=min(10, settings.steps),
-        schedule="constant",
+        schedule=settings.schedule,
         seed=settings.seed,
         precision=settings.precision,
     )
-
-
-def load_text(path: str | None) -> tuple[bytes, str]:
-    """The bytes and what to call them; None is the default text."""
-    return (default_text().encode(), "CPython's help topics") if path is None else (read_text(path), path)
 
 
 def begin(backend: ModuleType, name: str, given: Settings, *, out: str | None, device: str | None) -> Session:
     """A new run, in a folder of its own."""
     size = given.size or "tiny"
     shape = SIZES[size]
-    defaults = Settings(None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32")
+    defaults = Settings(None, None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32", "constant")
     settings = _merge(defaults, given)
     if settings.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {settings.steps}")
-    text, label = load_text(settings.text)
-    train, validation = split(byte_tokens(text), length=settings.length)
+    source = open_source(settings.text, settings.data)
+    train, validation = split(source.tokens, length=settings.length)
     # Everything that can be refused is refused before the folder is made.
-    schedule, config = train_config(settings), model_config(size, settings.length)
+    schedule, config = train_config(settings), model_config(size, settings.length, source.vocab)
     folder = _new_folder(Path(out) if out is not None else None, f"{name}-{size}")
     trainer = backend.Trainer(backend.Transformer(config, seed=schedule.seed, device=device), schedule)
-    described = f"{name}, {size}: {_parameters(config):,} parameters, {len(train):,} bytes of {label}"
-    return Session(trainer, name, folder, settings, _digest(text), train, validation, 0, described)
+    share = _share(backend, config, settings, device)
+    described = f"{name}, {size}: {_parameters(config):,} parameters, {len(train):,} {source.unit}s of {source.label}"
+    return Session(trainer, name, folder, settings, source, train, validation, share, described)
 
 
 def resume(
-    backend: ModuleType, name: str, given: Settings, source: str, *, out: str | None, device: str | None
+    backend: ModuleType, name: str, given: Settings, folder: str, *, out: str | None, device: str | None
 ) -> Session:
-    """A run that goes on where a checkpoint, of any backend, ends; only `steps` may be another."""
-    checkpoint = read_checkpoint(source)
+    """A run that goes on where a checkpoint, of any backend, ends; with a constant rate `steps` may be another."""
+    checkpoint = read_checkpoint(folder)
     stored = stored_settings(checkpoint)
-    for field in dataclasses.fields(Settings):
-        wanted, was = getattr(given, field.name), getattr(stored, field.name)
-        if field.name not in ("steps", "text") and wanted is not None and wanted != was:
-            raise ValueError(
-                f"--{field.name} is {was!r} in {checkpoint.path} and a resumed run keeps it; got {wanted!r}"
-            )
+    free = {"text", "data"} | ({"steps"} if stored.schedule == "constant" else set())
+    differing = [
+        f"--{field.name} is {was!r} in {checkpoint.path} and not {wanted!r}"
+        for field in dataclasses.fields(Settings)
+        if field.name not in free
+        and (wanted := getattr(given, field.name)) is not None
+        and wanted != (was := getattr(stored, field.name))
+    ]
+    if differing:
+        raise ValueError(f"{', '.join(differing)}: a resumed run keeps what it was started with")
     settings = _merge(stored, given)
     if settings.length is None:
         raise ValueError(f"{checkpoint.path} was not written by this command line: give --length")
-    text, label = load_text(settings.text)
-    known = _read_run(checkpoint).get("digest")
-    if known is not None and known != _digest(text):
-        raise ValueError(f"{label} is not the text that {checkpoint.path} was trained on: its digest differs")
-    train, validation = split(byte_tokens(text), length=settings.length)
+    source = open_source(settings.text, settings.data, vocab=checkpoint.config.vocab)
+    known = read_run(checkpoint).get("digest")
+    if known is not None and known != source.digest:
+        raise ValueError(
+            f"{source.label} is not the {'text' if source.unit == 'byte' else 'data'} that {checkpoint.path} was "
+            "trained on: its digest differs"
+        )
+    train, validation = split(source.tokens, length=settings.length)
     if settings.steps <= checkpoint.step:
         raise ValueError(f"{checkpoint.path} has {checkpoint.step} updates already: give --steps above that")
-    trainer = backend.Trainer.load(checkpoint.path, **({} if device is None else {"device": device}))
-    folder = Path(out) if out is not None else _run_folder(checkpoint)
+    trainer = backend.Trainer.load(checkpoint.path, device=device)
+    share = _share(backend, checkpoint.config, settings, device)
+    where = Path(out) if out is not None else _run_folder(checkpoint)
     described = f"{name}: {_parameters(checkpoint.config):,} parameters, going on after update {checkpoint.step}"
-    return Session(trainer, name, folder, settings, _digest(text), train, validation, checkpoint.step, described)
+    return Session(trainer, name, where, settings, source, train, validation, share, described)
+
+
+def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device: str | None) -> float:
+    """What one token per second is of the FLOPs per second that the backend's own matrix product reaches."""
+    flops = step_cost(config, settings.batch, settings.length).total.flops
+    return flops / (settings.batch * settings.length) / measure_peak(backend, settings.precision, device)
 
 
 def run(session: Session, *, every: int | None, as_json: bool, plain: bool) -> int:
     """Update until `steps`, then evaluate and save. Ctrl-C finishes the update in hand, saves and says where: 130."""
-    settings, out = session.settings, session.out
+    settings, out, trainer, steps = session.settings, session.out, session.trainer, session.settings.steps
     out.mkdir(parents=True, exist_ok=True)
-    described = {**dataclasses.asdict(settings), "digest": session.digest, "backend": session.name}
+    described = {**dataclasses.asdict(settings), "digest": session.source.digest, "backend": session.name}
     write_whole(out / "run.json", json.dumps(described, indent=1).encode())
-    steps, step = settings.steps, session.step
-    stream = batches(session.train, batch=settings.batch, length=settings.length, seed=settings.seed, start=step)
-    progress = Progress(step, steps, as_json=as_json, plain=plain)
+    stream = batches(
+        session.train, batch=settings.batch, length=settings.length, seed=settings.seed, start=trainer.batches
+    )
+    progress = Progress(trainer.updates, steps, as_json=as_json, plain=plain, unit=session.source.unit,
+                        share=session.share)  # fmt: skip
     saved = -1
     try:
         progress.message(session.described)
-        with _interruptible() as interrupted, open(out / "log.jsonl", "a", encoding="utf-8") as log:
-            while step < steps and not interrupted.is_set():
-                row = progress.row(step + 1, session.trainer.step(next(stream)))
-                step += 1
-                log.write(json.dumps({**row, "backend": session.name}) + "\n")
-                if every is not None and step % every == 0:
+        with _interruptible() as interrupted, RunLog(out, session.name) as log, prefetch(stream) as ahead:
+            while trainer.updates < steps and not interrupted.is_set():
+                before = trainer.updates
+                report = trainer.step(next(ahead))
+                if trainer.updates == before:
+                    continue  # left out, as the trainer's own warning says
+                log.write(progress.row(trainer.updates, report))
+                if every is not None and trainer.updates % every == 0:
                     log.flush()
-                    session.trainer.save(out)
-                    saved = step
-        if saved != step:
-            session.trainer.save(out)
-        if step < steps:
+                    trainer.save(out, background=True)
+                    saved = trainer.updates
+        trainer.wait()
+        if saved != trainer.updates:
+            trainer.save(out)
+        if trainer.updates < steps:
             progress.message(
-                f"interrupted: saved {out} after update {step}; go on with --resume {out}",
-                interrupted=True, step=step, out=str(out),
+                f"interrupted: saved {out} after update {trainer.updates}; go on with --resume {out}",
+                interrupted=True, step=trainer.updates, out=str(out),
             )  # fmt: skip
             return 130
-        _finish(session, progress, step)
+        _finish(session, progress, trainer.updates)
     finally:
         progress.close()
     return 0
@@ -202,7 +223,7 @@ def run(session: Session, *, every: int | None, as_json: bool, plain: bool) -> i
 
 def _finish(session: Session, progress: Progress, step: int) -> None:
     """Measure on the held-out part, draw the curve, say where everything is."""
-    settings, out = session.settings, session.out
+    settings, out, unit = session.settings, session.out, session.source.unit
     held_out = evaluation_batches(
         session.validation, batch=settings.batch, length=settings.length, limit=EVALUATION_BATCHES
     )
@@ -210,15 +231,17 @@ def _finish(session: Session, progress: Progress, step: int) -> None:
     try:
         draw_losses(
             out / "loss.png",
-            {session.name: _curve(out / "log.jsonl")},
+            {session.name: read_curve(out / "log.jsonl")},
             validation=(step, loss),
             title=session.described,
+            unit=unit,
         )
     except ImportError:
         progress.message("no loss.png: it needs the package matplotlib (pip install matplotlib)")
+    bits = bits_per_byte(loss)
     progress.message(
-        f"validation: loss {loss:.4f}, {bits_per_byte(loss):.4f} bits per byte; the run is in {out}",
-        step=step, validation_loss=loss, bits_per_byte=bits_per_byte(loss), out=str(out),
+        f"validation: loss {loss:.4f}, {bits:.4f} bits per {unit}; the run is in {out}",
+        step=step, validation_loss=loss, **{f"bits_per_{unit}": bits}, out=str(out),
     )  # fmt: skip
 
 
@@ -245,13 +268,14 @@ def _interruptible() -> Iterator[threading.Event]:
 
 def stored_settings(checkpoint: Checkpoint) -> Settings:
     """What the run of a checkpoint was started with; the checkpoint itself where there is no run.json."""
-    found, config = _read_run(checkpoint), checkpoint.train_config
-    own = Settings(steps=config.steps, batch=config.batch, lr=config.lr, seed=config.seed, precision=config.precision)
+    found, config = read_run(checkpoint), checkpoint.train_config
+    own = Settings(steps=config.steps, batch=config.batch, lr=config.lr, seed=config.seed, precision=config.precision,
+                   schedule=config.schedule)  # fmt: skip
     names = {field.name for field in dataclasses.fields(Settings)}
     return _merge(Settings(**{name: value for name, value in found.items() if name in names}), own)
 
 
-def _read_run(checkpoint: Checkpoint) -> dict[str, Any]:
+def read_run(checkpoint: Checkpoint) -> dict[str, Any]:
     path = _run_folder(checkpoint) / "run.json"
     if not path.is_file():
         return {}
@@ -286,17 +310,7 @@ def _new_folder(out: Path | None, name: str) -> Path:
     return folder
 
 
-def _curve(path: Path) -> list[tuple[int, float]]:
-    """Step and loss of a log; of a step logged twice, by a run that was resumed earlier, the later line."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return sorted({row["step"]: row["loss"] for row in rows}.items())
-
-
 def _parameters(config: ModelConfig) -> int:
     from .parameters import model_parameters
 
     return sum(int(np.prod(parameter.shape)) for parameter in model_parameters(config).values())
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,21 @@ TOKENIZER = "tokenizer.json"
 
 
 class Words:
-    """Text to ids and back. Without a folder an id is a byte; a folder's `tokenizer.json` is read by `tokenizers`."""
+    """Text to ids and back. Without a folder an id is a byte, or with `numbers` itself; a folder's `tokenizer.json` is
+    read by `tokenizers`.
+    """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None = None, *, numbers: bool = False) -> None:
+        self._folder, self._numbers = folder, numbers
         path = None if folder is None else folder / TOKENIZER
         self._tokenizer: Any = None
         if path is not None and path.exists():
             self._tokenizer = require_package("tokenizers").Tokenizer.from_file(str(path))
+
+    @property
+    def bytes(self) -> bool:
+        """Whether an id is a byte."""
+        return self._folder is None and not self._numbers
 
     def prompt(self, text: str | None, tokens: str | None) -> np.ndarray:
         """int32 ids of the text, or those of a list of numbers; at least one."""
@@ -32,6 +40,8 @@ class Words:
                 ids = [int(each) for each in tokens.replace(",", " ").split()]
             except ValueError as error:
                 raise ValueError(f'--tokens must be whole numbers such as "1 2 3"; got {tokens!r}') from error
+        elif self._numbers:
+            raise ValueError('this model was trained on token ids: give the prompt as such, --tokens "1 2 3"')
         elif self._folder is None:
             ids = byte_tokens("The " if text is None else text).tolist()
         elif self._tokenizer is None:
@@ -44,8 +54,8 @@ class Words:
 
     def text(self, ids: np.ndarray) -> str:
         """What a reader sees: the text, or the numbers where no tokenizer is there."""
-        if self._folder is None:
-            return bytes(ids.astype(np.uint8)).decode("utf-8", errors="replace")
+        if self.bytes:
+            return builtins.bytes(ids.astype(np.uint8)).decode("utf-8", errors="replace")
         if self._tokenizer is None:
             return " ".join(map(str, ids.tolist()))
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
