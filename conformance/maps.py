@@ -1,108 +1,146 @@
-"""`conformance maps`: a model's attention on a text, layer by head, as pictures."""
+"""`conformance maps`: a model's attention on a text, as pictures."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from core_numpy.contract.checkpoints import read_checkpoint
-from core_numpy.contract.config import ModelConfig
+from core_numpy.contract.words import BYTES, Words
 
-from .lab import BACKENDS
-from .lab.common import back, heat, into
+from .lab import BACKENDS, backend_of, writable_folder
+from .lab.common import back, into
 from .lab.pages import write_html
+from .lab.pictures import draw_grid, draw_layer
 from .summary import write_json
 
-BYTES = 256  # the vocabulary of a model that reads bytes
 MOST = 64  # tokens whose labels can still be read in a picture
+
+
+class Stack(NamedTuple):
+    """What one stack of blocks did with one text: weights (H, T, T) of each layer."""
+
+    maps: list[np.ndarray]
+    tokens: np.ndarray
+    labels: list[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m conformance maps`: 0 done, 2 a wrong argument, 3 the framework is not installed."""
-    parser = argparse.ArgumentParser(
-        prog="conformance maps",
-        description="Draw the attention maps of a trained model on a text: one picture for each layer, a page of them.",
-        epilog='example: conformance maps --model run "def attention(q, k, v):" --out maps',
-    )
-    parser.add_argument("text", help="what the model reads: bytes, or for another vocabulary than 256 ids and spaces")
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="a checkpoint, or a folder of them")
-    parser.add_argument("--context", metavar="TEXT", help="the source of an encoder-decoder")
-    parser.add_argument("--backend", choices=list(BACKENDS), help="default: the first of these that is installed")
-    parser.add_argument("--out", default="maps", metavar="DIR", help="for layer-N.png and maps.html (default: maps)")
-    parser.add_argument("--json", metavar="FILE", help="write the weights as JSON; - for standard output")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    options = parser.parse_args(argv)
-    found = read_checkpoint(options.model)
-    ids, labels = tokens_of(options.text, found.config)
-    call = {} if options.context is None else {"context": tokens_of(options.context, found.config)[0][None]}
-    backend = options.backend or next(n for n, needs in BACKENDS.items() if importlib.util.find_spec(needs))
-    B = importlib.import_module(backend)
-    dtype = next(iter(found.params.values())).dtype.name
-    model = B.Transformer(found.config, dtype=dtype)
-    B.set_params(model, found.params)
-    weights = model.attention_maps(into(B, ids[None]), **{name: into(B, x) for name, x in call.items()})
-    maps = [back(B, layer)[0].astype(np.float64) for layer in weights]
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    images = {}
-    for number, layer in enumerate(maps):
-        path = out / f"layer-{number}.png"
-        draw(path, layer, labels, number)
-        images[f"layer {number}"] = path.read_bytes()
-    about = f"{found.path.name} on {backend}, {len(ids)} tokens"
-    write_html(out / "maps.html", "maps.html", title="Attention maps", about=about, source=options.text, images=images)
+    options = _parser().parse_args(argv)
+    B, out = backend_of(options.backend), writable_folder(options.out)
+    model, words = read_model(B, Path(options.model))
+    stacks = stacks_of(B, model, words, options)
+    images = write_pictures(out, stacks)
+    name = Path(options.model).resolve().name
+    sizes = [
+        f"{key}: {len(s.maps)} layers of {len(s.maps[0])} heads, {len(s.tokens)} tokens" for key, s in stacks.items()
+    ]
+    texts = [text for text in (options.context, options.text or options.tokens) if text]
+    about = f"{name} in {B.__name__}; {'; '.join(sizes)}"
+    write_html(out / "maps.html", "maps.html", title="Attention maps", about=about, texts=texts, images=images)
     if options.json:
-        document = {"backend": backend, "tokens": ids.tolist(), "labels": labels, "maps": [m.tolist() for m in maps]}
-        write_json(options.json, document)
+        found = {key: {"tokens": s.tokens.tolist(), "labels": s.labels, "maps": [m.tolist() for m in s.maps]}
+                 for key, s in stacks.items()}  # fmt: skip
+        write_json(options.json, {"schema": 1, "backend": B.__name__, "model": name, "stacks": found})
     print(f"{len(images)} pictures and maps.html in {out}", file=sys.stderr)
     return 0
 
 
-def tokens_of(text: str, config: ModelConfig) -> tuple[np.ndarray, list[str]]:
-    """Ids, and a label for each: the character that a byte is, or the id."""
-    if config.vocab == BYTES:
-        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    else:
-        try:
-            ids = np.array([int(word) for word in text.split()], np.int32)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(
-                f"the text must be ids from 0 to {config.vocab - 1} and spaces: this model reads no bytes ({error})"
-            ) from error
-    if not 1 <= len(ids) <= MOST:
-        raise ValueError(f"the text must have 1 to {MOST} tokens to be drawn readably; it has {len(ids)}")
-    return ids, [label(int(token), config.vocab) for token in ids]
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="conformance maps",
+        description="Draw the attention maps of a trained model on a text: all layers by all heads in one picture, "
+        "each layer with the tokens at the axes, and a page of them.",
+        epilog='example: conformance maps --model run "def attention(q, k, v):" --out maps',
+    )
+    parser.add_argument("text", nargs="?", help="what the model reads; of an encoder-decoder, what its decoder reads")
+    parser.add_argument(
+        "--tokens", metavar="IDS", help='the text as token ids, "1 2 3", for a model without a tokenizer'
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="FOLDER",
+        help="a checkpoint, a folder of them, or a Hugging Face folder (config.json, *.safetensors, tokenizer.json)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context", metavar="TEXT", help="the source of an encoder-decoder: text, or ids as in --tokens"
+    )
+    parser.add_argument("--backend", choices=list(BACKENDS), help="default: the first of these that is installed")
+    parser.add_argument("--out", default="maps", metavar="DIR", help="for the pictures and maps.html (default: maps)")
+    parser.add_argument("--json", metavar="FILE", help="write the weights as JSON; - for standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
 
 
-def label(token: int, vocab: int) -> str:
-    """What stands at an axis: a printable character, a sign for blanks, or the number."""
-    if vocab != BYTES:
-        return str(token)
-    return {32: "␣", 10: "\\n", 9: "\\t"}.get(token) or (chr(token) if 32 < token < 127 else f"{token:02x}")
+def read_model(B: Any, folder: Path) -> tuple[Any, Words]:
+    """The model of a checkpoint or of a Hugging Face folder, and what its ids mean."""
+    if (folder / "config.json").exists():
+        return B.Transformer.from_pretrained(folder), Words(folder)
+    found = read_checkpoint(folder)
+    model = B.Transformer(found.config, dtype=next(iter(found.params.values())).dtype.name)
+    B.set_params(model, found.params)
+    # Ours read bytes; one with another vocabulary has no tokenizer, and its ids are numbers.
+    return model, Words(None if found.config.vocab == BYTES else found.path)
 
 
-def draw(path: Path, layer: np.ndarray, labels: Sequence[str], number: int) -> None:
-    """One layer (H, T, S): its heads side by side, at most four in a row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def stacks_of(B: Any, model: Any, words: Words, options: argparse.Namespace) -> dict[str, Stack]:
+    """The maps of the model on the text; of an encoder-decoder those of both its sides."""
+    kind = model.config.kind
+    if kind == "encoder_decoder" and options.context is None:
+        raise ValueError(f"{options.model} is an encoder-decoder: give its source too, --context TEXT")
+    if kind != "encoder_decoder" and options.context is not None:
+        raise ValueError(f"--context is an encoder-decoder's source; {options.model} is a model of kind {kind!r}")
+    if options.text is None and options.tokens is None:
+        raise ValueError('there is nothing to read: give a text, or ids with --tokens "1 2 3"')
+    ids = _read(words, options.text, options.tokens)
+    if kind != "encoder_decoder":
+        return {kind: _stack(B, model, words, ids)}
+    numbers = options.tokens is not None
+    source = _read(words, None if numbers else options.context, options.context if numbers else None)
+    return {
+        "encoder": _stack(B, encoder_of(B, model), words, source),
+        "decoder": _stack(B, model, words, ids, context=into(B, source[None])),
+    }
 
-    heads, columns = len(layer), min(len(layer), 4)
-    rows, each = -(-heads // columns), max(2.4, 0.16 * len(labels) + 0.8)  # inches: a label needs about 0.16
-    figure = Figure(figsize=(columns * each + 1.2, rows * each + 0.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    places = np.ravel(figure.subplots(rows, columns, squeeze=False))
-    for head, axes in enumerate(places):
-        if head >= heads:
-            axes.set_axis_off()
-            continue
-        image = heat(axes, layer[head], labels, f"head {head}")
-        axes.tick_params(labelsize=8, length=2)
-    figure.suptitle(f"layer {number}: queries down, keys across", fontsize=11)
-    figure.colorbar(image, ax=list(places), label="weight", shrink=0.8)
-    figure.savefig(path)
+
+def _read(words: Words, text: str | None, tokens: str | None) -> np.ndarray:
+    ids = words.prompt(text, tokens)
+    if len(ids) > MOST:
+        raise ValueError(f"a text must have 1 to {MOST} tokens to be drawn readably; it has {len(ids)}")
+    return ids
+
+
+def _stack(B: Any, model: Any, words: Words, ids: np.ndarray, **call: Any) -> Stack:
+    maps = [back(B, layer)[0].astype(np.float64) for layer in model.attention_maps(into(B, ids[None]), **call)]
+    return Stack(maps, ids, words.labels(ids))
+
+
+def encoder_of(B: Any, model: Any) -> Any:
+    """The encoder of an encoder-decoder as a model of its own."""
+    params = B.get_params(model)
+    own = {name.removeprefix("encoder."): value for name, value in params.items() if name.startswith("encoder.")}
+    if model.config.share_embedding:
+        own["embedding.weight"] = params["decoder.embedding.weight"]
+    encoder = B.Transformer(model.config.stack("encoder"), dtype=own["embedding.weight"].dtype.name)
+    B.set_params(encoder, own)
+    return encoder
+
+
+def write_pictures(out: Path, stacks: dict[str, Stack]) -> dict[str, bytes]:
+    """A PNG of each stack's maps together and of each layer; gives them by title."""
+    images = {}
+    for key, (maps, _, labels) in stacks.items():
+        side = f"{key}-" if len(stacks) > 1 else ""
+        path = out / f"{side}layers-by-heads.png"
+        draw_grid(path, maps)
+        images[path.stem.replace("-", " ")] = path.read_bytes()
+        for number, layer in enumerate(maps):
+            path = out / f"{side}layer-{number}.png"
+            draw_layer(path, layer, labels, number)
+            images[path.stem.replace("-", " ")] = path.read_bytes()
+    return images

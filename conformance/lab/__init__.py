@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,33 +48,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             print(f"{name:12} {experiment(name).CLAIM}")
         return 0
-    backend = options.backend or next(n for n, needs in BACKENDS.items() if importlib.util.find_spec(needs))
-    with tempfile.TemporaryDirectory() as scratch:
-        return measure(names, backend, Path(options.out or scratch), options.out is not None, options.json)
+    out = None if options.out is None else writable_folder(options.out)
+    if options.json not in (None, "-"):
+        writable_folder(Path(options.json).parent, "--json")
+    return measure(names, backend_of(options.backend), out, options.json)
 
 
-def measure(names: Sequence[str], backend: str, out: Path, keep: bool, json: str | None) -> int:
-    """Run the experiments one after the other, print each and write what is asked for."""
+def backend_of(name: str | None) -> Any:
+    """The package of that name, or the first whose framework is installed."""
+    name = name or next(n for n, needs in BACKENDS.items() if importlib.util.find_spec(needs))
+    needs = BACKENDS[name]
+    if importlib.util.find_spec(needs) is None:
+        raise ImportError(f"{name} needs {needs}, which is not installed: pip install 'attention-conformance[{needs}]'")
+    return importlib.import_module(name)
+
+
+def writable_folder(path: str | Path, option: str = "--out") -> Path:
+    """The folder, made where it is missing: what takes minutes to measure is not to be lost at the end."""
+    path = Path(path)
+    for tool in ("matplotlib", "jinja2"):
+        if option == "--out" and importlib.util.find_spec(tool) is None:
+            raise ImportError(f"{option} needs the package {tool}: pip install 'attention-conformance[tools]'")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: {path} cannot be written to")
+    return path
+
+
+def measure(names: Sequence[str], B: Any, out: Path | None, json: str | None) -> int:
+    """Run the experiments one after the other, print each and write what is asked for, after each what is there."""
     from ..summary import write_json
     from .pages import SCHEMA, as_document, draw, print_report, write_page
 
-    B = importlib.import_module(backend)
-    out.mkdir(parents=True, exist_ok=True)
+    backend = B.__name__
     found: dict[str, Any] = {}
+    document: dict[str, Any] = {"schema": SCHEMA, "backend": backend, "experiments": found}
     for name in names:
         if json != "-":
             print(f"{name} on {backend} ...", file=sys.stderr, flush=True)
         start, cpu = time.perf_counter(), time.process_time()
         report = experiment(name).run(B)
         spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-        draw(report, out / f"{name}.png")
         found[name] = as_document(report, experiment(name).CLAIM, spent)
         if json != "-":
             print_report(name, found[name])
-    document = {"schema": SCHEMA, "backend": backend, "experiments": found}
-    if json:
+        if out is not None:
+            draw(report, out / f"{name}.png")
+            write_json(out / "lab.json", document)
+            write_page(out / "lab.html", document, out)
+        if json not in (None, "-"):
+            write_json(json, document)
+    if json == "-":
         write_json(json, document)
-    if keep:
-        write_json(out / "lab.json", document)
-        write_page(out / "lab.html", document, out)
     return int(any(not claim["held"] for one in found.values() for claim in one["claims"]))

@@ -87,7 +87,7 @@ def train(
     options = B.TrainConfig(**{"steps": steps, "batch": 64, "lr": lr, "weight_decay": 0.01, "seed": seed} | fields)
     trainer = B.Trainer(B.Transformer(config, seed=seed), options)
     start = time.perf_counter()
-    trainer.fit(batches(whole, options.batch, steps, seed=seed), progress=False)
+    trainer.fit(batches(whole, options.batch, steps, seed=seed))
     return trainer.model, time.perf_counter() - start
 
 

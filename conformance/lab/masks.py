@@ -42,6 +42,7 @@ def run(B: Any) -> Report:
         top, bottom = figure.subfigures(2, 1, height_ratios=(1.4, 1))
         for axes, (name, picture) in zip(top.subplots(2, 4).flat, maps.items(), strict=True):
             heat(axes, picture, title=name)
+        top.suptitle("weights: queries down, keys across", fontsize=10)
         axes = bottom.subplots()
         axes.barh(list(scores), list(scores.values()), color=["C0" if name in RIGHT else "C3" for name in scores])
         axes.axvline(0.5, linestyle="--", color="grey")

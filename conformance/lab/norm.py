@@ -40,7 +40,7 @@ def run(B: Any) -> Report:
         # No clipping: it would hide what the norms' places do.
         options = B.TrainConfig(steps=STEPS, batch=16, lr=rate, warmup=WARM if warm else 0, clip_norm=None)
         trainer = B.Trainer(model_of(B, place, depth), options)
-        losses = [r["loss"] for r in trainer.fit(batches(whole, 16, STEPS), progress=False)]
+        losses = [r["loss"] for r in trainer.fit(batches(whole, 16, STEPS))]
         ends[place, depth, rate, warm] = float(np.mean(losses[-20:]))
     deep, fast = DEPTHS[-1], RATES[-1]
     spread = {place: max(x) / min(x) for place, x in norms.items()}
@@ -55,7 +55,7 @@ def run(B: Any) -> Report:
             for (place, warm), mark in zip(product(norms, WARMUPS), ("o-", "o--", "s-", "s--"), strict=True):
                 values = [ends[place, depth, rate, warm] for rate in RATES]
                 axes.plot(RATES, values, mark, label=f"{place}, {'warm-up' if warm else 'no warm-up'}")
-            axes.set(xscale="log", xlabel="learning rate", title=f"{depth} blocks: loss after {STEPS} updates")
+            axes.set(xscale="log", xlabel="learning rate", ylabel="nats per byte", title=f"{depth} blocks")
             axes.legend(fontsize=8)
 
     pre, post, warmed = (ends[key] for key in (("pre", deep, fast, False), ("post", deep, fast, False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import json
 from pathlib import Path
 
@@ -12,12 +12,12 @@ import pytest
 
 import conformance.lab as lab
 import core_numpy
-from conformance import maps
 from conformance.__main__ import main
 from conformance.lab.clocks import LENGTHS, crossing, exponent
 from conformance.lab.common import Claim, Report, Table, batches, digits, mean_interval, share_interval
 from conformance.lab.extrapolation import SCALINGS, extrapolate, losses, stretched, text_model
 from conformance.lab.padding import inverted, padded, weights
+from conformance.lab.pages import read_results
 from core_numpy.contract.data import repeat_task
 
 FOLDER = Path(lab.__file__).parent
@@ -44,6 +44,41 @@ def test_the_list_has_every_claim(capsys):
 def test_an_unknown_experiment_is_refused_with_the_names_there_are(capsys):
     assert main(["lab", "bottlneck"]) == 2
     assert "'bottlneck'; there are bottleneck, average" in capsys.readouterr().err
+
+
+def test_a_missing_framework_is_one_sentence_and_ends_with_3(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None if name == "jax" else found(name))
+    assert main(["lab", "average", "--backend", "backend_jax"]) == 3
+    said = capsys.readouterr().err
+    assert said == (
+        "conformance lab: backend_jax needs jax, which is not installed: pip install 'attention-conformance[jax]'\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(option, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(lab, "experiment", lambda name: pytest.fail("measured"))
+    assert main(["lab", "average", "--backend", "core_numpy", option, str(tmp_path / "file" / "x" / "y")]) == 2
+    assert f"{option}: {tmp_path}/file/x" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_experiments_that_were_measured(tmp_path, monkeypatch, capsys):
+    real = lab.experiment
+
+    class Interrupted:
+        @staticmethod
+        def run(B):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab, "experiment", lambda name: Interrupted if name == "scaling" else real(name))
+    arguments = ["lab", "average", "scaling", "--backend", "core_numpy", "--out", str(tmp_path)]
+    assert main([*arguments, "--json", str(tmp_path / "x.json")]) == 130
+    assert capsys.readouterr().err.endswith("conformance: interrupted\n")
+    assert list(read_results(tmp_path)["experiments"]) == ["average"]
+    assert list(json.loads((tmp_path / "x.json").read_text())["experiments"]) == ["average"]
+    assert "scaling" not in (tmp_path / "lab.html").read_text()
 
 
 def test_average_and_permutation_hold_and_write_picture_json_and_page(tmp_path, capsys):
@@ -151,42 +186,6 @@ def test_a_scaling_changes_nothing_at_the_trained_length(kind):
     valid = np.arange(515, dtype=np.int32) % 256
     same = stretched(core_numpy, core_numpy.get_params(model), kind, valid, (1,))
     assert same == losses(core_numpy, model, valid, (1,))
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    config = core_numpy.ModelConfig(vocab=256, width=12, heads=6, layers=2, max_length=16, positions="rotary")
-    trainer = core_numpy.Trainer(core_numpy.Transformer(config), core_numpy.TrainConfig())
-    trainer.save(tmp_path / "run")
-    return tmp_path / "run"
-
-
-def test_maps_draws_each_layer_and_its_rows_sum_to_one(checkpoint, tmp_path):
-    out, numbers = tmp_path / "maps", tmp_path / "maps.json"
-    arguments = ["--model", str(checkpoint), "--backend", "core_numpy", "--out", str(out), "--json", str(numbers)]
-    assert main(["maps", "a <b>\n", *arguments]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["layer-0.png", "layer-1.png", "maps.html"]
-    document = json.loads(numbers.read_text())
-    assert document["labels"] == ["a", "␣", "<", "b", ">", "\\n"]
-    found = np.array(document["maps"])
-    assert found.shape == (2, 6, 6, 6)
-    assert np.allclose(found.sum(-1), 1.0) and not np.triu(found, 1).any()
-    page = (out / "maps.html").read_text()
-    assert "a &lt;b&gt;" in page and page.count("data:image/png") == 2
-
-
-@pytest.mark.parametrize("text", ["", "x" * 65])
-def test_maps_refuses_a_text_that_cannot_be_drawn(checkpoint, text, capsys):
-    assert main(["maps", text, "--model", str(checkpoint), "--backend", "core_numpy"]) == 2
-    assert f"1 to 64 tokens to be drawn readably; it has {len(text)}" in capsys.readouterr().err
-
-
-def test_a_model_of_ids_reads_ids():
-    config = core_numpy.ModelConfig(vocab=10, width=4, heads=1, layers=1)
-    ids, labels = maps.tokens_of("3 1 3", config)
-    assert ids.tolist() == [3, 1, 3] and labels == ["3", "1", "3"]
-    with pytest.raises(ValueError, match="ids from 0 to 9"):
-        maps.tokens_of("three", config)
 
 
 @pytest.mark.slow

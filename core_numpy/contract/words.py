@@ -12,6 +12,9 @@ from .data import byte_tokens
 from .tensor_file import require_package
 
 TOKENIZER = "tokenizer.json"
+BYTES = 256  # the vocabulary of a model that reads bytes
+# How tokenizers write a blank and a line's end inside a piece, and how a reader is shown them.
+SHOWN = str.maketrans({"Ġ": "␣", "▁": "␣", " ": "␣", "Ċ": "↵", "\n": "↵", "\t": "⇥"})
 
 
 class Words:
@@ -59,3 +62,25 @@ class Words:
         if self._tokenizer is None:
             return " ".join(map(str, ids.tolist()))
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def labels(self, ids: np.ndarray) -> list[str]:
+        """What stands for each id at an axis: a byte's character, a tokenizer's piece, or the number."""
+        if self._folder is None:
+            signs = [chr(i).translate(SHOWN) for i in range(BYTES)]
+            return [signs[i] if 32 < i < 127 or i in b" \n\t" else f"{i:02x}" for i in ids.tolist()]
+        if self._tokenizer is None:
+            return [str(i) for i in ids.tolist()]
+        return [self._piece(i) for i in ids.tolist()]
+
+    def _piece(self, i: int) -> str:
+        piece = self._tokenizer.id_to_token(i)
+        if piece is None:  # a table may have more rows than the tokenizer has words
+            return str(i)
+        shown = piece.translate(SHOWN)
+        if shown.translate(dict.fromkeys(map(ord, "␣↵⇥"))).isascii():
+            return shown
+        # A byte-level piece spells what is not ASCII byte by byte: a reader knows what it decodes to.
+        decoded = self._tokenizer.decode([i], skip_special_tokens=False).translate(SHOWN)
+        if not decoded or "\ufffd" in decoded:
+            return shown
+        return "␣" + decoded if shown[0] == "␣" != decoded[0] else decoded
