@@ -14,14 +14,18 @@ from typing import Any
 
 from .contestants import WORDS, all_contestants, chosen, missing
 from .pictures import draw
-from .racing import run
+from .racing import check, run
+from .sweep import AXES, sweep
 from .table import show
-from .task import ARCHITECTURES, DEVICES, MEASURES, PRECISIONS, SIZES
+from .task import ARCHITECTURES, DEVICES, MEASURES, PRECISIONS, SIZES, Task
 
 EPILOG = """examples:
   conformance race                                        ours at the tiny size
   conformance race --size small --with torch-compiled,torch-class
-  conformance race --with all --size tiny --size small --png race.png --json race.json
+  conformance race --with all --size tiny --size small --png race.png --json race.json --html race.html
+  conformance race --sweep length --with torch,torch-lstm,torch-gru --values 64,128,256,512,1024
+  conformance race --profile --with torch,jax --size small
+  conformance race compare before.json after.json
 """
 
 
@@ -35,54 +39,79 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--size", action="append", choices=list(SIZES), help="may be given more than once (default tiny)")
     add(
-        "--with",
-        "--contestants",
-        dest="contestants",
-        default="ours",
-        metavar="A,B",
+        "--with", "--contestants", dest="contestants", default="ours", metavar="A,B",
         help=f"names and the words {', '.join(WORDS)}, comma-separated (default ours; --list shows the names)",
-    )
+    )  # fmt: skip
     add(
-        "--architecture",
-        action="append",
-        choices=list(ARCHITECTURES),
+        "--architecture", action="append", choices=list(ARCHITECTURES),
         help="may be given more than once (default: gpt, and what a chosen peer builds instead)",
-    )
+    )  # fmt: skip
     add("--measure", default="step", choices=MEASURES, help="a whole update, loss and gradients, the loss, generation")
     add("--precision", default="float32", choices=PRECISIONS)
     add("--remat", action="store_true", help="recompute activations in the backward pass")
     add("--device", default="cpu", choices=DEVICES)
+    add("--sweep", choices=AXES, metavar="AXIS", help=f"race at many values of one of {', '.join(AXES)}")
+    add("--values", metavar="A,B", help="the sweep's values (default: around the size)")
+    add("--profile", action="store_true", help="say where each contestant's time goes, in the place of a race")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each (default 10)")
     add("--seconds", type=float, default=1.0, metavar="X", help="length of a turn (default 1)")
     add("--threads", type=int, metavar="N", help="processor threads of each (default: all)")
+    add("--timeout", type=float, default=600.0, metavar="X", help="seconds that one answer may take (default 600)")
     add("--json", metavar="FILE", help="write everything that was measured")
-    add("--png", metavar="FILE", help="write bars")
+    add("--png", metavar="FILE", help="write bars, or the curves of a sweep")
+    add("--html", metavar="FILE", help="write a page: bars, loss curves, roofline")
     add("--list", action="store_true", help="show the contestants and end")
-    return made  # fmt: skip
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    if options.list:
-        return list_contestants()
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        document = run(
-            options.size or ["tiny"],
-            chosen(options.contestants),
-            rounds=options.rounds,
-            seconds=options.seconds,
-            threads=options.threads,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-            architectures=options.architecture,
-            precision=options.precision,
-            remat=options.remat,
-            measure=options.measure,
-            device=options.device,
-        )
+        if words[:1] == ["compare"]:
+            return compare_files(words[1:])
+        options = parser().parse_args(words)
+        return list_contestants() if options.list else races(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def races(options: argparse.Namespace) -> int:
+    """One race, a sweep or a profile."""
+    sizes, names = options.size or ["tiny"], chosen(options.contestants)
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout must be a positive number of seconds; got {options.timeout:g}")
+    if options.values is not None and options.sweep is None:
+        raise ValueError("--values are those of --sweep, which was not given")
+    timing = {name: getattr(options, name) for name in ("rounds", "seconds", "threads", "timeout")}
+    kind = {name: getattr(options, name) for name in ("precision", "remat", "measure", "device")}
+    if options.sweep is None and not options.profile:
+        return finish(run(sizes, names, architectures=options.architecture, say=say, **timing, **kind), options)
+    if len(sizes) > 1:
+        raise ValueError("a sweep or a profile has one --size")
+    check(sizes, names, options.rounds, options.seconds, options.threads, options.architecture, options.precision,
+          options.measure, options.device)  # fmt: skip
+    if options.profile:
+        return profiles(Task(sizes[0], **kind), names, options)
+    document = sweep(
+        options.sweep, Task(sizes[0], **kind), names, values=options.values, architectures=options.architecture,
+        say=say, **timing,
+    )  # fmt: skip
     return finish(document, options)
+
+
+def profiles(task: Task, names: Sequence[str], options: argparse.Namespace) -> int:
+    from .profiling import profile, show_profile
+
+    document = profile(task, names, threads=options.threads, timeout=options.timeout, say=say)
+    show_profile(document)
+    if options.json is not None:
+        write(options.json, json.dumps(document, indent=1))
+    return 1 if any(found["status"] == "failed" for found in document["profiles"].values()) else 0
 
 
 def finish(document: dict[str, Any], options: argparse.Namespace) -> int:
@@ -92,6 +121,10 @@ def finish(document: dict[str, Any], options: argparse.Namespace) -> int:
         write(options.json, json.dumps(document, indent=1))
     if options.png is not None:
         draw(document, options.png)
+    if options.html is not None:
+        from ..report.html import write_report
+
+        write_report(options.html, race=document, title="Race")
     if document["interrupted"]:
         return 130
     states = [row["status"] for race in document["races"] for row in race["contestants"].values()]
@@ -110,4 +143,24 @@ def list_contestants() -> int:
         lacking = missing(contestant)
         state = f"not installed: {', '.join(lacking)}" if lacking else ", ".join(contestant.architectures)
         print(f"{contestant.name:<26} {contestant.group:<15} {contestant.note} ({state})")
+    return 0
+
+
+def compare_files(words: Sequence[str]) -> int:
+    """`conformance race compare A.json B.json`."""
+    from .documents import compare, read, show_comparison
+
+    made = argparse.ArgumentParser(
+        prog="conformance race compare",
+        description="Two results of --json: the second's times as a ratio to the first's.",
+        epilog="example: conformance race compare before.json after.json",
+    )
+    made.add_argument("first")
+    made.add_argument("second")
+    made.add_argument("--json", metavar="FILE", help="write the comparison")
+    options = made.parse_args(words)
+    found = compare(read(options.first), read(options.second))
+    show_comparison(found)
+    if options.json is not None:
+        write(options.json, json.dumps(found, indent=1))
     return 0

@@ -11,7 +11,9 @@ from typing import Any
 MIB = 2**20
 # Square products: large enough that launching them is nothing beside them, small enough for a second in all.
 PEAK_SIZE = {"cpu": 1024, "cuda": 8192, "tpu": 8192}
-PEAK_REPEATS = 12
+PEAK_REPEATS = 8
+# Larger than the caches of one processor.
+COPIED = 64 * MIB
 
 
 def variables(framework: str, device: str) -> dict[str, str]:
@@ -26,9 +28,9 @@ def probe(framework: str, device: str) -> dict[str, Any]:
             raise RuntimeError(f"NumPy has no device {device!r}: it computes on the CPU")
         return {"device": "cpu", "products": "float32"}
     if framework == "torch":
-        torch = importlib.import_module("torch")
         if device == "tpu":
             raise RuntimeError("the torch contestants have no device 'tpu'; use cpu or cuda")
+        torch = importlib.import_module("torch")
         if device == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("torch sees no CUDA device on this machine")
         reduced = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
@@ -103,38 +105,41 @@ def _device_memory(framework: str) -> dict[str, float]:
     return {short: statistics[long] / MIB for short, long in names.items() if long in statistics}
 
 
-def matmul_peak(framework: str = "numpy", device: str = "cpu", precision: str = "float32") -> dict[str, Any]:
-    """{"flops_per_second"} of the framework's own square matrix product, the best of some: what it could reach."""
+def peaks(framework: str = "numpy", device: str = "cpu", precision: str = "float32") -> dict[str, Any]:
+    """{"flops_per_second", "bytes_per_second"} of the framework's own square product and copy, the best of some."""
     n = PEAK_SIZE[device]
+    multiply, copy, moved = _products(framework, device, precision, n)
+    return {"flops_per_second": 2.0 * n**3 / _best(multiply), "bytes_per_second": moved / _best(copy)}
+
+
+def _best(call: Callable[[], Any]) -> float:
+    call()  # whatever is compiled, is
     best = float("inf")
-    call = _product(framework, device, precision, n)
     for _ in range(PEAK_REPEATS):
         start = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - start)
-    return {"flops_per_second": 2.0 * n**3 / best}
+    return best
 
 
-def _product(framework: str, device: str, precision: str, n: int) -> Callable[[], Any]:
-    """A call that multiplies and waits; called once, so that whatever is compiled is."""
+def _products(
+    framework: str, device: str, precision: str, n: int
+) -> tuple[Callable[[], Any], Callable[[], Any], float]:
+    """(multiply and wait, copy and wait, bytes that the copy reads and writes)."""
     import numpy as np
 
-    ones = np.ones((n, n), np.float32)
+    ones, flat = np.ones((n, n), np.float32), np.ones(COPIED // 4, np.float32)
     if framework == "numpy":
-        return lambda: ones @ ones
+        target = np.empty_like(flat)
+        return lambda: ones @ ones, lambda: np.copyto(target, flat), 2.0 * COPIED
     if framework == "torch":
         torch = importlib.import_module("torch")
-        x = torch.from_numpy(ones).to(device, getattr(torch, precision))
+        x, y = torch.from_numpy(ones).to(device, getattr(torch, precision)), torch.from_numpy(flat).to(device)
+        into = torch.empty_like(y)
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-        def multiply() -> None:
-            x @ x
-            wait()
-
-        multiply()
-        return multiply
+        return lambda: (x @ x, wait()), lambda: (into.copy_(y), wait()), 2.0 * COPIED
     jax = importlib.import_module("jax")
-    y = jax.numpy.asarray(ones, precision)
+    a, b = jax.numpy.asarray(ones, precision), jax.numpy.asarray(flat)
     product = jax.jit(lambda a: jax.numpy.matmul(a, a, precision="highest"))
-    product(y).block_until_ready()
-    return lambda: product(y).block_until_ready()
+    copy = jax.jit(lambda b: b + 1)
+    return lambda: product(a).block_until_ready(), lambda: copy(b).block_until_ready(), 2.0 * COPIED

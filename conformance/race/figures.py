@@ -36,6 +36,15 @@ def ratio_interval(slow: Sequence[float], fast: Sequence[float]) -> tuple[float,
     return float(np.median(a) / np.median(b)), float(low), float(high)
 
 
+def unpaired_interval(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float, float]:
+    """As `ratio_interval`, for rounds of two runs: each is resampled by itself."""
+    a, b = np.asarray(slow, dtype=np.float64), np.asarray(fast, dtype=np.float64)
+    rng = np.random.default_rng(0)
+    medians = [np.median(x[rng.integers(0, len(x), size=(RESAMPLES, len(x)))], axis=1) for x in (a, b)]
+    low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
+    return float(np.median(a) / np.median(b)), float(low), float(high)
+
+
 def loss_distance(losses: Sequence[float], reference: Sequence[float]) -> float:
     """The largest relative distance over the updates that both made; infinite where a loss is not finite."""
     common = min(len(losses), len(reference))

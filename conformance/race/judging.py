@@ -62,7 +62,7 @@ def conclude(rows: dict[str, Row], task: Task, peak: float) -> dict[str, Any]:
         row = rows[name]
         low, middle, high = quartiles(seconds)
         row |= {"q1": low, "median": middle, "q3": high, "tokens_per_second": task.tokens / middle}
-        row |= {"gflops": task.flops / middle / 1e9, "share_of_peak": task.flops / middle / peak}
+        row |= {"gflops": task.flops / middle / 1e9, "share_of_peak": task.flops / middle / peak if peak else None}
         row["compile_seconds"] = max(row["first_step_seconds"] - middle, 0.0)
         if row.get("memory_before") is not None and row.get("memory_peak") is not None:
             row["memory_growth"] = row["memory_peak"] - row["memory_before"]

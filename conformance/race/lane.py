@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 from .contestants import all_contestants, missing
@@ -20,7 +21,10 @@ MOST_STEPS_PER_TURN = 200
 class Lane:
     """Prepared once, then asked for turns. A failure ends it and is written in its row."""
 
-    def __init__(self, name: str, task: Task, threads: int | None, timeout: float) -> None:
+    def __init__(
+        self, name: str, task: Task, threads: int | None, timeout: float, more: Mapping[str, str] | None = None
+    ) -> None:
+        """more: variables of the contestant's process beside its own."""
         self.contestant = all_contestants()[name]
         self.tolerance = self.contestant.loss_tolerance or task.loss_tolerance
         self.task, self.threads, self.timeout = task, threads, timeout
@@ -29,6 +33,7 @@ class Lane:
             "group": self.contestant.group, "ours": self.contestant.ours, "rounds": [], "losses": [],
         }  # fmt: skip
         self.process: Process | None = None
+        self.more = dict(more or {})
         self.count = 1
 
     def prepare(self, seconds: float) -> str:
@@ -37,7 +42,8 @@ class Lane:
         if unable or lacking:
             self.row |= {"status": "skipped", "reason": unable or f"not installed: {', '.join(lacking)}"}
             return f"skipped, {self.row['reason']}"
-        more = {**dict(self.contestant.environment), **variables(self.contestant.framework, self.task.device)}
+        framework = variables(self.contestant.framework, self.task.device)
+        more = {**dict(self.contestant.environment), **framework, **self.more}
         self.process = Process(threads=self.threads, timeout=self.timeout, variables=more)
         built = self.ask({"do": "build", "contestant": self.contestant.name, "task": self.task.spec()})
         first = None if built is None else self.steps(1)
@@ -109,23 +115,18 @@ def reference(task: Task, threads: int | None, timeout: float) -> dict[str, Any]
         process.close()
 
 
-def measure_peak(framework: str, task: Task, threads: int | None, timeout: float) -> float:
-    """The framework's own matrix product with as many threads as the contestants get, FLOPs per second."""
-    process = Process(threads=threads, timeout=timeout, variables=variables(framework, task.device))
-    try:
-        asked = {"framework": framework, "device": task.device, "precision": task.precision}
-        return float(process.ask({"do": "peak", **asked})["flops_per_second"])
-    finally:
-        process.close()
+def device_facts(framework: str, task: Task, threads: int | None, timeout: float) -> dict[str, Any]:
+    """{"device", "products", "flops_per_second", "bytes_per_second"} of the framework there, or {"error": why not}.
 
-
-def probe(framework: str, device: str, threads: int | None, timeout: float) -> dict[str, Any]:
-    """{"device", "products"} of the framework there, or {"error": why it has none}."""
+    The speeds are of its own matrix product and copy, with as many threads as the contestants get.
+    """
     if importlib.util.find_spec(framework) is None:
         return {"error": f"{framework} is not installed"}
-    process = Process(threads=threads, timeout=timeout, variables=variables(framework, device))
+    process = Process(threads=threads, timeout=timeout, variables=variables(framework, task.device))
     try:
-        return process.ask({"do": "probe", "framework": framework, "device": device})
+        there = process.ask({"do": "probe", "framework": framework, "device": task.device})
+        asked = {"framework": framework, "device": task.device, "precision": task.precision}
+        return there | process.ask({"do": "peak", **asked})
     except WorkerFailed as error:
         return {"error": str(error)}
     finally:

@@ -20,7 +20,7 @@ def environment(threads: int | None = None) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = cores()
     found: dict[str, Any] = {
         "platform": platform.platform(),
         "processor": processor(),
@@ -32,6 +32,11 @@ def environment(threads: int | None = None) -> dict[str, Any]:
     if hasattr(os, "getloadavg"):
         found["load"] = round(os.getloadavg()[0], 2)  # above the contestants' own, somebody else was running
     return found
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:

@@ -15,10 +15,16 @@ def finishers(race: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def draw(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """A PNG of bars, one panel a race: time against the fastest, with its interval; ours in blue."""
+    """A PNG: of a sweep its curves, else bars, one panel a race: time against the fastest, with its interval."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if document.get("sweep"):
+        figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw_sweep(figure, document["sweep"])
+        figure.savefig(path)
+        return
     races = document["races"]
     counts = [max(len(finishers(race)), 1) for race in races] or [1]
     figure = Figure(figsize=(7, 1 + sum(0.3 * count + 0.7 for count in counts)), dpi=120, layout="constrained")
@@ -40,3 +46,25 @@ def draw(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
         axes.xaxis.set_minor_formatter("{x:g}")
         axes.tick_params(axis="both", which="both", labelsize=7)
     figure.savefig(path)
+
+
+def draw_sweep(figure: Any, swept: dict[str, Any]) -> None:
+    """Time against the value, both in logarithms where the value is a number, with the fitted powers in the legend."""
+    axes = figure.subplots()
+    numbers = not any(isinstance(value, str | bool) for value in swept["values"])
+    for name, points in swept["curves"].items():
+        x, y, _ = zip(*points, strict=True)
+        fit = swept["fits"].get(name)
+        label = name if fit is None else f"{name}: power {fit['exponent']:.2f}"
+        axes.plot(x if numbers else [str(value) for value in x], [value * 1e3 for value in y], marker="o", label=label)
+    for crossing in swept["crossings"]:
+        if crossing["at"] is not None:
+            axes.axvline(crossing["at"], color="#999999", linewidth=0.8, linestyle=":")
+    axes.set_yscale("log")
+    if numbers:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(swept["axis"])
+    axes.set_ylabel("milliseconds")
+    if swept["curves"]:
+        axes.legend(fontsize=7)

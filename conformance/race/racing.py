@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .contestants import all_contestants
 from .judging import conclude, judge
-from .lane import Lane, measure_peak, probe, reference
+from .lane import AGREEMENT_UPDATES, Lane, device_facts, reference
 from .machine import environment
 from .process import WorkerFailed
 from .task import ARCHITECTURES, DEVICES, MEASURES, PRECISIONS, RECURRENT, SIZES, Task
 
 # Of the documents that `run` gives. 2: several architectures, devices and measures.
 SCHEMA = 2
+# NumPy in float64 reaches so many FLOPs a second at the least; where it would take minutes, nobody waits for it.
+REFERENCE_SPEED, MOST_REFERENCE_SECONDS = 5e9, 240.0
 DEFAULT = ("numpy", "torch", "torch-compiled", "jax")
 
 Say = Callable[[str], None]
@@ -61,30 +63,43 @@ def run_tasks(
     threads: int | None,
     timeout: float,
     say: Say,
+    label: str = "",
+    facts: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """`run` on tasks that are made already: of one device and one precision."""
-    place, first = environment(threads), tasks[0]
+    """`run` on tasks that are made already: of one device and one precision.
+
+    label: what `say` says first. facts: framework -> `lane.device_facts`, where they are known already.
+    """
     frameworks = dict.fromkeys(all_contestants()[name].framework for name in names)
-    devices = {name: probe(name, first.device, threads, timeout) for name in frameworks}
-    there = [name for name, found in devices.items() if "error" not in found]
-    if first.device != "cpu" and not there:
-        said = "; ".join(found["error"] for found in devices.values())
-        raise ValueError(f"no chosen contestant can run on device {first.device!r}: {said}")
-    peaks = {name: measure_peak(name, first, threads, timeout) for name in there}
-    peak = max(peaks.values(), default=float("nan"))
-    place |= {
-        "device": first.device, "devices": devices, "precision": first.precision, "matmul_gflops": peak / 1e9,
-        "matmul_gflops_of": {name: value / 1e9 for name, value in peaks.items()},
-    }  # fmt: skip
+    found = facts or {name: device_facts(name, tasks[0], threads, timeout) for name in frameworks}
+    place, peak = surroundings(tasks[0], threads, found)
     document: dict[str, Any] = {"schema": SCHEMA, "environment": place, "races": [], "interrupted": False}
     for task in tasks:
         able = [name for name in names if task.architecture in all_contestants()[name].architectures]
-        found = race(task, able, rounds, seconds, threads, timeout, peak, say)
-        document["races"].append(found)
-        if found.pop("interrupted"):
+        one = race(task, able, rounds, seconds, threads, timeout, peak, lambda text: say(label + text))
+        document["races"].append(one)
+        if one.pop("interrupted"):
             document["interrupted"] = True
             break
     return document
+
+
+def surroundings(
+    task: Task, threads: int | None, facts: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], float]:
+    """What stands beside the figures, and the fastest matrix product; ValueError where nobody has the device."""
+    there = {name: found for name, found in facts.items() if "error" not in found}
+    if not there and task.device != "cpu":
+        said = "; ".join(found["error"] for found in facts.values())
+        raise ValueError(f"no chosen contestant can run on device {task.device!r}: {said}")
+    flops, moved = (
+        max((found[what] for found in there.values()), default=0.0) for what in ("flops_per_second", "bytes_per_second")
+    )
+    place = environment(threads)
+    return place | {
+        "device": task.device, "precision": task.precision, "matmul_gflops": flops / 1e9, "gbytes": moved / 1e9,
+        "devices": {name: dict(found) for name, found in facts.items()},
+    }, flops  # fmt: skip
 
 
 def check(
@@ -117,12 +132,15 @@ def check(
                 raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def needed(names: Sequence[str]) -> list[str]:
-    """Those of whoever cannot build "gpt", and "gpt" where it makes a race or there is nothing else."""
+def needed(names: Sequence[str], alone: bool = False) -> list[str]:
+    """Those of whoever cannot build "gpt", and "gpt" where it makes a race or there is nothing else.
+
+    alone: "gpt" also where one contestant has it to itself, as in a sweep, whose curves are compared across races.
+    """
     known = all_contestants()
     first = [name for name in names if "gpt" in known[name].architectures]
     wanted = {known[name].architectures[0] for name in names if name not in first}
-    if len(first) > 1 or not wanted:
+    if len(first) > 1 or not wanted or (alone and first):
         wanted.add("gpt")
     return [name for name in ARCHITECTURES if name in wanted]
 
@@ -168,6 +186,9 @@ def expectation(
 ) -> dict[str, Any] | None:
     """What the reference gives, where it does not race itself; None where there is no reference to give it."""
     if task.architecture in RECURRENT or ("numpy" in names and task.precision == "float32" and task.device == "cpu"):
+        return None
+    if task.replace(measure="step").flops * AGREEMENT_UPDATES / REFERENCE_SPEED > MOST_REFERENCE_SECONDS:
+        say(f"{task.title}: too much work for the float64 reference; the first contestant's losses take its place")
         return None
     say(f"{task.title}: the reference's losses, in float64")
     try:

@@ -7,6 +7,8 @@ import shutil
 import sys
 from typing import Any, TextIO
 
+from .sweep import sentences
+
 HEADINGS = ("contestant", "class", "ms", "quartiles", "of best", "95 % interval", "tokens/s", "of peak", "compile s",
             "first s", "memory MB", "loss apart")  # fmt: skip
 # Wide enough for every column; a narrower terminal folds cells.
@@ -31,7 +33,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['ratio']:.2f}",
         f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
         f"{row['tokens_per_second']:,.0f}",
-        f"{row['share_of_peak']:.2f}",
+        "?" if row["share_of_peak"] is None else f"{row['share_of_peak']:.2f}",
         f"{row.get('compile_seconds', 0.0):.2f}",
         f"{row['first_step_seconds']:.2f}",
         "?" if growth is None else f"{growth:,.0f}",
@@ -51,9 +53,11 @@ def place_line(document: dict[str, Any]) -> str:
     return f"{said}, matrix product {place['matmul_gflops']:.0f} GFLOP/s"
 
 
-def race_line(task: dict[str, Any]) -> str:
+def race_line(race: dict[str, Any], axis: str | None = None) -> str:
+    """What was raced; in a sweep over `axis` with its value in front."""
+    task, label = race["task"], f"{axis} {race['at']}: " if axis is not None and "at" in race else ""
     return (
-        f"{task.get('title', task['size'])}: batch {task['batch']}, length {task['length']}, "
+        f"{label}{task.get('title', task['size'])}: batch {task['batch']}, length {task['length']}, "
         f"{task['flops'] / 1e9:.2f} GFLOP"
     )
 
@@ -79,9 +83,10 @@ def _print(document: dict[str, Any], file: TextIO, width: int, colour: bool) -> 
 
     console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)
     console.print(escape(place_line(document)))
+    swept = document.get("sweep")
     for race in document["races"]:
         console.print()
-        console.print(f"[bold]{escape(race_line(race['task']))}[/]")
+        console.print(f"[bold]{escape(race_line(race, swept and swept['axis']))}[/]")
         table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
         for number, heading in enumerate(HEADINGS):
             table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=number < 2)
@@ -100,5 +105,27 @@ def _print(document: dict[str, Any], file: TextIO, width: int, colour: bool) -> 
         console.print(escape(race["verdict"]), soft_wrap=True)
         for note in race.get("notes", ()):
             console.print(escape(note), soft_wrap=True, style="yellow" if note.startswith("noise") else None)
+    if swept and swept["fits"]:
+        console.print()
+        console.print(_fits(swept))
+    for sentence in sentences(swept) if swept else ():
+        console.print(escape(sentence), soft_wrap=True)
     if document.get("interrupted"):
         console.print("interrupted: what was measured so far is above", style="red")
+
+
+def _fits(swept: dict[str, Any]) -> Any:
+    """The powers by which time grows, as a rich table."""
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        box=SIMPLE, show_edge=False, title=f"time grows as {swept['axis']} to the power", title_justify="left"
+    )
+    for heading in ("contestant", "power", "95 % interval", "of the last two", "FLOPs alone"):
+        table.add_column(heading, justify="left" if heading == "contestant" else "right")
+    for name, fit in swept["fits"].items():
+        interval = f"{fit['low']:.2f}-{fit['high']:.2f}"
+        table.add_row(escape(name), f"{fit['exponent']:.2f}", interval, f"{fit['last']:.2f}", f"{fit['flops']:.2f}")
+    return table

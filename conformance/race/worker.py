@@ -5,7 +5,8 @@
     {"do": "steps", "count": n}                          -> {"seconds": s for all n, "losses": [...], "memory": {...}}
     {"do": "turn", "count": n}                           -> the same for what the task measures
     {"do": "decoded"}                                    -> {"tokens": the new tokens of the task's prompts}
-    {"do": "peak", "framework": f, "device": d, "precision": p}    -> {"flops_per_second": best matrix product}
+    {"do": "profile", "count": n, "rows": m}             -> {"rows": [...]}: see profile.py
+    {"do": "peak", "framework": f, "device": d, "precision": p}    -> {"flops_per_second", "bytes_per_second"}
     {"do": "stop"}
 
 A command that fails is answered with {"error": sentence}, and the process goes on listening.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .contestants import Running, all_contestants
-from .device import matmul_peak, memory, probe, stopwatch
+from .device import memory, peaks, probe, stopwatch
 from .task import Task
 
 
@@ -43,7 +44,7 @@ class Worker:
         what = {name: value for name, value in command.items() if name != "do"}
         verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "probe": probe, "build": self.build, "steps": self.steps, "turn": self.turn, "decoded": self.decoded,
-            "peak": matmul_peak,
+            "profile": self.profile, "peak": peaks,
         }  # fmt: skip
         if command["do"] not in verbs:
             raise ValueError(f"unknown command {command['do']!r}")
@@ -98,6 +99,18 @@ class Worker:
         out = running.decode(self.task.prompts(), self.task.decoded)
         rows = out.tolist() if hasattr(out, "tolist") else list(out)
         return {"tokens": [[int(token) for token in row[-self.task.decoded :]] for row in rows]}
+
+    def profile(self, count: int, rows: int) -> dict[str, Any]:
+        from .profile import profiled
+
+        running, given = self._built("profile"), list(itertools.islice(self.batches, count))
+
+        def work() -> None:
+            for batch in given:
+                running.step(batch)
+            running.finish()
+
+        return {"rows": profiled(work, self.framework, self.task.device, count, rows)}
 
 
 def main() -> None:

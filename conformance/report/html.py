@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..race.table import HEADINGS, table_rows
+from ..race.charts import race_charts, sweep_charts
+from ..race.sweep import sentences
+from ..race.table import HEADINGS, race_line, table_rows
 from .cases import anchor, case_entries
 
 FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
@@ -199,8 +201,11 @@ def training_section(training: Document) -> dict[str, Any]:
 
 
 def race_section(document: Document, png: bytes | None) -> dict[str, Any]:
-    """Each race's table with a bar for the ratio."""
-    races = []
+    """Each race's table with a bar for the ratio and its charts; a sweep's curves and what they say."""
+    from markupsafe import Markup
+
+    swept = document.get("sweep")
+    axis, races = swept and swept["axis"], []
     for one in document.get("races", []):
         rows = table_rows(one)
         slowest = max((row["ratio"] for row in one["contestants"].values() if "ratio" in row), default=1.0)
@@ -208,12 +213,15 @@ def race_section(document: Document, png: bytes | None) -> dict[str, Any]:
         for row in rows:
             ratio = one["contestants"][row[0]].get("ratio", 0.0)
             cells.append({"cells": row, "width": f"{12 * ratio / slowest:.2f}"})
-        task = one["task"]
-        title = f"{task['size']}: batch {task['batch']}, length {task['length']}, {task['flops'] / 1e9:.2f} GFLOP"
-        races.append({"title": title, "verdict": one["verdict"], "rows": cells})
+        title = race_line(one, axis)
+        charts = [(caption, Markup(svg)) for caption, svg in race_charts(one, document.get("environment", {}))]
+        races.append({"title": title, "verdict": one["verdict"], "notes": one.get("notes", ()), "rows": cells,
+                      "charts": charts})  # fmt: skip
     place = document.get("environment", {})
     said = f"{place['processor']}, {place['threads']} threads." if "processor" in place and "threads" in place else ""
-    return {"races": races, "headings": HEADINGS, "png": data_uri(png), "place": said}
+    curves = [(caption, Markup(svg)) for caption, svg in sweep_charts(swept)] if swept else []
+    found = {"races": races, "headings": HEADINGS, "png": data_uri(png), "place": said}
+    return found | {"curves": curves, "sentences": sentences(swept) if swept else []}
 
 
 def lab_section(document: Document) -> dict[str, Any]:
