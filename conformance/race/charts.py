@@ -110,7 +110,7 @@ def _drawn(one: Series, x: Scale, y: Scale, colour: str) -> list[str]:
 def race_charts(race: Mapping[str, Any], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(caption, SVG) of one race: the losses that were made, and how near each came to the machine's roof."""
     rows = finishers(dict(race))
-    losses = [Series(name, list(enumerate(row["losses"], 1))) for name, row in rows if row["losses"]]
+    losses = [Series(name, list(enumerate(row["losses"], 1))) for name, row in rows if row.get("losses")]
     made = [("Losses of the updates that each made, in nats: equal work gives one curve.",
              plot(losses, "update", "loss"))]  # fmt: skip
     moved, peak, bandwidth = (
