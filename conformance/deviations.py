@@ -2,9 +2,9 @@
 
 A row says which calls differ (`cases`, with * and ?; optionally `dtypes` and `kernels`), the `rule` that they break,
 the `reason`, a `link` to where the difference is published or reported, what the failure says (`says`, a part of its
-detail), and, where it is one of rounding, the largest share of the budget that is explained by it (`most`). A failure
-that a row explains is a known difference; a row that explains nothing fails the run, as does a failure that no row
-explains.
+detail), and, where it is one of rounding, in which arithmetic (`rounding`, of `targets.peers.roundings`): it explains
+what is as far off as that arithmetic on the same inputs. A failure that a row explains is a known
+difference; a row that explains nothing fails the run, as does a failure that no row explains.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from importlib import resources
 from typing import Any
 
 from .runner import ABSENT, FAILED, KNOWN, Result
-from .targets.peers import PEERS
-
-MOST = 1e300
+from .targets.peers import PEERS, roundings
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Deviation:
     says: str = ""
     dtypes: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
-    most: float = MOST
+    rounding: str = ""
 
     def covers(self, result: Result) -> bool:
         """Whether the row speaks of this call."""
@@ -44,8 +42,13 @@ class Deviation:
         )
 
     def explains(self, result: Result) -> bool:
-        return (
-            result.status == FAILED and self.covers(result) and self.says in result.detail and result.share <= self.most
+        if result.status != FAILED or not self.covers(result) or self.says not in result.detail:
+            return False
+        if not self.rounding:
+            return True
+        # Only results: a gradient that is off is not explained by how scores are stored.
+        return result.where.startswith("out") and roundings.explains(
+            self.rounding, result.case, result.dtype, result.share
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import budget, models, oracle, rows
+from . import budget, models, oracle, space
 from .inputs import rounded, widened
 from .memory import remembered
 from .models import ModelCase
@@ -36,9 +36,7 @@ class Row:
 def rows_of(target: Target, level: str = "quick", pattern: str | None = None) -> list[Row]:
     """Every case that the target offers, refusals aside, judged: failing ones in the dtype where they fail first."""
     found = []
-    cases: list[Case | ModelCase] = [
-        case for case in rows.select(rows.load_cases(), level, pattern) if case.verb != "refuses"
-    ]
+    cases: list[Case | ModelCase] = [case for case in space.select(level, pattern) if case.verb != "refuses"]
     for case in [*cases, *models.select_models(level, pattern)]:
         results = [result for result in _results(case, target, level) if result.status != ABSENT]
         if not results:

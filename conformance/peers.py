@@ -20,10 +20,10 @@ from .targets.peers import PEERS
 
 # The package that each peer comes from; it is left out where that is not installed.
 PACKAGES = {
-    "torch-sdpa": "torch", "torch-mha": "torch", "jax-nn": "jax", "flax-nnx": "flax", "flax-linen": "flax",
-    "equinox": "equinox", "keras-torch": "keras", "keras-jax": "keras", "transformers-sdpa": "transformers",
-    "transformers-eager": "transformers", "x-transformers": "x-transformers", "onnx-reference": "onnx",
-    "onnxruntime": "onnxruntime",
+    "torch-sdpa": "torch", "torch-mha": "torch", "torch-flex": "torch", "jax-nn": "jax", "flax-nnx": "flax",
+    "flax-linen": "flax", "equinox": "equinox", "keras-torch": "keras", "keras-jax": "keras",
+    "transformers-sdpa": "transformers", "transformers-eager": "transformers", "x-transformers": "x-transformers",
+    "onnx-reference": "onnx", "onnxruntime": "onnxruntime", "mlx": "mlx", "tinygrad": "tinygrad",
 }  # fmt: skip
 
 

@@ -155,10 +155,16 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
         share=tally.share if np.isfinite(tally.share) else 1e300,
         where=tally.where,
         comparisons=tally.count,
-        detail=" ".join(detail.split())[:400],
+        detail=printable(detail),
         seconds=seconds,
         errors=None if tally.worst is None else error_map(*tally.worst),
     )
+
+
+def printable(text: str) -> str:
+    """One line of it. What a target says may hold what no terminal, XML or UTF-8 file should get: that is escaped."""
+    line = " ".join(text.split())[:400]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
 
 
 def arguments_of(case: Case, dtype: str, kernel: str = "auto") -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ..errormap import SIDE
+from ..functions import ATTENTION
 
 # Worst first: what a reader came for.
 ORDER = ("failed", "known difference", "passed", "not offered")
@@ -29,6 +31,7 @@ def case_entries(targets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
             if name in known and name not in inputs:
                 inputs[name] = list(describe(known[name]))
             entry = _entry(target, name, calls, known.get(name))
+            entry["features"] = features(known.get(name))
             entry["given"] = inputs.get(name, [])
             entry["diagnosis"] = diagnosis_of(name, found.get("diagnosis") or {})
             entries.append(entry)
@@ -105,11 +108,19 @@ def maps_of(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
+@cache
 def definitions() -> dict[str, Any]:
     """The cases that this version knows, by id."""
     from ..workers import selected
 
     return {case.id: case for case in selected("exhaustive", None)}
+
+
+def features(case: Any) -> list[str]:
+    """What an attention case uses; none for the other functions."""
+    from ..peers import features_of
+
+    return features_of(case) if getattr(case, "function", "") in ATTENTION and hasattr(case, "inputs") else []
 
 
 def describe(case: Any) -> Iterator[dict[str, Any]]:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..peers import FEATURES
 from ..race.charts import race_charts, sweep_charts
 from ..race.sweep import sentences
 from ..race.table import HEADINGS, race_line, table_rows
-from .cases import anchor, case_entries
+from .cases import anchor, case_entries, definitions, features
 
 FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
 # A page is read by people; the JSON document holds everything.
@@ -99,12 +100,12 @@ def mark(status: str) -> str:
     return {"passed": "good", FAILED: "bad", KNOWN: "known", ABSENT: "absent"}.get(status, "bad")
 
 
-def count_cell(cell: Mapping[str, Any] | None, target: str, function: str) -> Any:
+def count_cell(cell: Mapping[str, Any] | None, target: str, function: str, feature: str = "") -> Any:
     """One table cell of counts, a link to the cases behind it."""
     from markupsafe import Markup
 
     if cell is None:
-        return Markup('<td class="quiet">none</td>')
+        return Markup('<td class="quiet">–</td>')
     parts = []
     if cell["passed"] or cell[FAILED]:
         parts.append(Markup('<span class="good">{} passed</span>').format(cell["passed"]))
@@ -114,14 +115,14 @@ def count_cell(cell: Mapping[str, Any] | None, target: str, function: str) -> An
         parts.append(Markup('<span class="known">{} known</span>').format(cell[KNOWN]))
     if cell[ABSENT]:
         parts.append(Markup('<span class="absent">{} not offered</span>').format(cell[ABSENT]))
-    if cell["passed"] or cell[FAILED]:
+    if cell["share"] > 0:
         parts.append(Markup('<span class="quiet">{}</span>').format(percent(cell["share"])))
-    link = Markup('<td><a href="#cases" data-target="{}" data-function="{}">{}</a></td>')
-    return link.format(target, function, Markup("<br>").join(parts))
+    link = Markup('<td><a href="#cases" data-target="{}" data-function="{}" data-feature="{}">{}</a></td>')
+    return link.format(target, function, feature, Markup(" ").join(parts))
 
 
 def conformance_section(document: Document) -> dict[str, Any]:
-    """Rows by function, columns by target; failures; the closest calls of each target."""
+    """Rows by function and by feature of attention, columns by target; failures; the closest calls of each target."""
     targets = document.get("targets", {})
     cases = {name: list(found.get("cases", [])) for name, found in targets.items()}
     functions = list(dict.fromkeys(case.get("function", "") for found in cases.values() for case in found))
@@ -134,6 +135,17 @@ def conformance_section(document: Document) -> dict[str, Any]:
         }
         for function in functions
     ]
+    known = definitions()
+    of = {name: features(known.get(name)) for name in {c.get("id", "?") for found in cases.values() for c in found}}
+
+    def using(feature: str) -> list[Any]:
+        return [_counts([case for case in found if feature in of[case.get("id", "?")]]) for found in cases.values()]
+
+    by_feature = [
+        {"feature": feature, "cells": using(feature)}
+        for feature in dict.fromkeys(("plain", *FEATURES))
+        if any(feature in names for names in of.values())
+    ]
     failures = [_case(name, case) for name, found in cases.items() for case in found if case.get("status") == FAILED]
     closest = []
     for name, found in cases.items():
@@ -145,6 +157,7 @@ def conformance_section(document: Document) -> dict[str, Any]:
         "targets": list(targets),
         "totals": [_counts(found) for found in cases.values()],
         "rows": rows,
+        "features": by_feature,
         "failures": failures[:MOST_FAILURES],
         "more_failures": max(len(failures) - MOST_FAILURES, 0),
         "closest": closest,

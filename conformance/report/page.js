@@ -14,18 +14,18 @@
   if (!list) return;
 
   const field = name => document.getElementById("f-" + name);
-  const names = ["text", "target", "function", "status"];
+  const names = ["text", "target", "function", "feature", "status"];
   const cases = [...list.querySelectorAll(".case")].map(node => [node, node.textContent.toLowerCase()]);
   const shown = document.getElementById("shown");
   const form = document.getElementById("filters");
   const apply = () => {
-    const [text, target, wanted, status] = names.map(name => field(name).value);
+    const [text, target, wanted, feature, status] = names.map(name => field(name).value);
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     let count = 0;
     for (const [node, content] of cases) {
       const data = node.dataset;
       const fits = (!target || data.target === target) && (!wanted || data.function === wanted)
-        && (!status || data.status === status) && words.every(word => content.includes(word));
+        && (!feature || data.features.includes(` ${feature} `)) && (!status || data.status === status) && words.every(word => content.includes(word));
       node.hidden = !fits;
       count += fits;
     }
@@ -46,6 +46,7 @@
       form.reset();
       field("target").value = link.dataset.target;
       field("function").value = link.dataset.function;
+      field("feature").value = link.dataset.feature;
       apply();
     });
   }

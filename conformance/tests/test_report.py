@@ -154,6 +154,16 @@ def test_the_list_of_cases_says_what_was_asked_and_what_came():
     assert "1 known" in text and "a reason" in text and "2×2×9×8" in text
 
 
+def test_the_matrix_has_the_features_of_attention_too():
+    cases = [case(id="attention-causal", function="attention"), case(id="attention-plain", status="failed", share=3.0),
+             case(id="gelu", function="gelu"), case(id="of another version", function="attention")]  # fmt: skip
+    page = render(conformance={"targets": {"t": {"cases": cases}}})
+    _, text = parsed(conformance={"targets": {"t": {"cases": cases}}})
+    rows = text[text.index("attention with t") :].split("Failures")[0].split()
+    assert " ".join(rows) == "attention with t plain 0 passed 1 failed 300 % causal 1 passed 25 %"
+    assert '<a href="#cases" data-target="t" data-function="" data-feature="causal">' in page
+
+
 def test_a_boolean_input_is_a_picture():
     (entry,) = case_entries({"t": {"cases": [case(id="attention-dead-row-mean")]}})
     (mask,) = [one for one in entry["given"] if one["name"] == "mask"]

@@ -81,6 +81,8 @@ const type = (name, value) => { const field = document.getElementById('f-' + nam
 seen.all = visible();
 document.querySelector('a[data-target="mine"][data-function="relu"]').click();
 seen.cell = visible(); seen.count = shown(); seen.chosen = document.getElementById('f-target').value;
+document.querySelector('a[data-target="core_numpy"][data-feature="causal"]').click();
+seen.feature = visible();
 document.querySelector('#filters').reset();
 setTimeout(() => {
   seen.cleared = shown();
@@ -149,6 +151,7 @@ def test_a_reader_filters_opens_and_walks_with_the_keyboard():
     seen = read("--window-size=1280,900")
     assert seen["all"][0] == "mine relu" and len(seen["all"]) == 6  # failures first
     assert seen["cell"] == ["mine relu"] and seen["count"] == "1 of 6 cases" and seen["chosen"] == "mine"
+    assert seen["feature"] == ["core_numpy attention-causal"]
     assert seen["cleared"] == "6 of 6 cases" and seen["none"] == "0 of 6 cases"
     assert seen["known"] == ["mine silu"]
     assert seen["text"] == ["core_numpy attention-causal", "mine attention-causal"]

@@ -9,6 +9,7 @@ is all it does. Where an original then differs from the contract, `conformance/d
 PEERS: dict[str, str] = {
     "torch-sdpa": "torch_sdpa",
     "torch-mha": "torch_mha",
+    "torch-flex": "torch_flex",
     "jax-nn": "jax_nn",
     "flax-nnx": "flax_nnx",
     "flax-linen": "flax_linen",
@@ -20,4 +21,6 @@ PEERS: dict[str, str] = {
     "x-transformers": "x_transformers_attend",
     "onnx-reference": "onnx_reference",
     "onnxruntime": "onnxruntime_attention",
+    "mlx": "mlx_fast",
+    "tinygrad": "tinygrad_attention",
 }

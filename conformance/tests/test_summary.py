@@ -1,0 +1,108 @@
+"""What a run says: JUnit XML, the table on the terminal, the JSON document, sentences that any file can hold."""
+
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
+
+from conformance import summary
+from conformance.__main__ import main
+from conformance.rows import load_cases
+from conformance.runner import ABSENT, FAILED, KNOWN, PASSED, Result, printable, run_case
+from conformance.targets.protocol import Target
+
+CALL = Result(
+    case="relu", rules=("layers-8",), function="relu", target="mine", dtype="float32", kernel="auto", status=PASSED,
+    share=0.25, where="out[0]", comparisons=3, detail="", seconds=0.125,
+)  # fmt: skip
+RESULTS = [
+    CALL,
+    replace(CALL, dtype="float64", status=FAILED, share=7.0, detail="out[0] is off by <7> & more"),
+    replace(CALL, case="gelu", function="gelu", status=ABSENT, detail="no function gelu", comparisons=0),
+    replace(CALL, case="silu", function="silu", status=KNOWN, detail="a reason"),
+    replace(CALL, target="other"),
+]
+
+
+def test_junit_has_one_case_per_call_and_says_what_failed_and_what_was_skipped(tmp_path):
+    summary.write_junit(tmp_path / "result.xml", RESULTS)
+    mine, other = ElementTree.parse(tmp_path / "result.xml").getroot()
+    assert mine.attrib == {"name": "mine", "tests": "4", "failures": "1", "skipped": "2"}
+    assert other.attrib == {"name": "other", "tests": "1", "failures": "0", "skipped": "0"}
+    assert [(node.get("classname"), node.get("name"), node.get("time")) for node in mine] == [
+        ("mine.relu", "relu[float32-auto]", "0.1250"), ("mine.relu", "relu[float64-auto]", "0.1250"),
+        ("mine.gelu", "gelu[float32-auto]", "0.1250"), ("mine.silu", "silu[float32-auto]", "0.1250"),
+    ]  # fmt: skip
+    said = [[(inner.tag, inner.get("message")) for inner in node] for node in mine]
+    assert said == [
+        [], [("failure", "out[0] is off by <7> & more")], [("skipped", "no function gelu")], [("skipped", "a reason")]
+    ]  # fmt: skip
+
+
+def test_the_table_counts_by_group_and_lists_what_failed(capsys):
+    summary.print_run(RESULTS, {"mine": {"framework": "numpy"}, "other": {}})
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if "layers" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "layers", "1", "1", "1", "9", "700 %", "relu (float64, auto)"
+    ]  # fmt: skip
+    assert "FAILED mine relu (float64, auto): out[0] is off by <7> & more" in said
+    assert said.strip().endswith("2 passed, 1 failed, 1 not offered, 1 known differences; 12 comparisons")
+
+
+def test_what_a_target_says_can_be_written_to_any_file(tmp_path, monkeypatch):
+    def rude(x):
+        raise ValueError("bad \x00 \x1b[31mred\x1b[0m \ud800 <b>&\n second ]]> line")
+
+    (case,) = [case for case in load_cases() if case.id == "relu"]
+    result = next(run_case(case, Target(type("Rude", (), {"relu": staticmethod(rude)})(), "rude")))
+    assert result.detail == r"ValueError: bad \x00 \x1b[31mred\x1b[0m \ud800 <b>& second ]]> line"
+    summary.write_junit(tmp_path / "result.xml", [result])
+    failure = ElementTree.parse(tmp_path / "result.xml").getroot()[0][0][0]
+    assert failure.get("message") == result.detail
+    assert printable("einfach schön: 2 × 3 ≤ 7\t\n…") == "einfach schön: 2 × 3 ≤ 7 …"
+
+
+def test_the_same_run_gives_the_same_document_seconds_aside(tmp_path):
+    documents = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.json"
+        assert main(["run", "core_numpy", "--case", "relu", "--json", str(path), "--jobs", "1"]) == 0
+        found = json.loads(path.read_text())
+        for call in found["targets"]["core_numpy"]["cases"]:
+            assert call.pop("seconds") >= 0
+        documents.append(json.dumps(found, sort_keys=True))
+    assert documents[0] == documents[1] and '"errors"' in documents[0]
+
+
+def test_a_run_diagnoses_what_fails_when_asked(tmp_path, monkeypatch, capsys):
+    (tmp_path / "leaks.py").write_text(
+        "import core_numpy\n"
+        "def rms_norm(x, weight, *, eps, unit_offset=False):\n"
+        "    return core_numpy.rms_norm(x, weight, eps=eps)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ["run", "leaks", "core_numpy", "--case", "rms_norm", "--jobs", "1", "--json", "found.json"]
+    assert main([*command, "--diagnose"]) == 1
+    found = json.loads((tmp_path / "found.json").read_text())["targets"]
+    assert "diagnosis" not in found["core_numpy"]
+    (guess,) = found["leaks"]["diagnosis"]["guesses"]
+    assert guess["fault"] == "rms-norm-offset-forgotten" and found["leaks"]["diagnosis"]["unexplained"] == []
+    failed = {call["id"] for call in found["leaks"]["cases"] if call["status"] == "failed"}
+    assert set(guess["explained"]) == failed == set(found["leaks"]["diagnosis"]["failing"])
+    assert f"1. {guess['diagnosis']}." in capsys.readouterr().out
+    assert main([*command, "--html", "page.html", "--no-diagnose"]) == 1
+    assert "diagnosis" not in json.loads((tmp_path / "found.json").read_text())["targets"]["leaks"]
+
+
+def test_a_diagnosis_that_hangs_or_dies_is_a_note(tmp_path, monkeypatch):
+    from conformance import diagnose
+
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.chdir(tmp_path)
+    assert diagnose.separately("dies", "quick", "relu") == {"note": "there is no diagnosis: it said nothing"}
+    assert "cannot be imported" in diagnose.separately("nowhere", "quick", None)["note"]
+    monkeypatch.setattr(diagnose, "TIMEOUT", 3.0)
+    note = diagnose.separately("hangs", "quick", None)["note"]
+    assert note == "the diagnosis took longer than 3 seconds and was ended"
