@@ -27,9 +27,11 @@ def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
             k = k.where(alive, 0.0)
             v = v.where(alive, 0.0) if value else v
     scores = grouped(q.to(acc), G) @ k.to(acc).mT
-    scores = scores.reshape(N, H, T, S) * plan.scale
-    if plan.softcap is not None:
-        scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    scores = scores.reshape(N, H, T, S)
+    if plan.softcap is None:
+        scores = scores * plan.scale
+    else:
+        scores = plan.softcap * torch.tanh(scores * (plan.scale / plan.softcap))
     if call.see.bias is not None:
         scores = scores + call.see.bias.to(acc)
     if vis is not None:

@@ -452,10 +452,12 @@ def test_a_kernel_that_cannot_serve_says_why():
         ({"softcap": 1.0}, "soft cap"),
         ({"sinks": torch.zeros(4)}, "sinks"),
         ({"dropout_rate": 0.1, "dropout_key": torch.tensor([0, 1])}, "dropout"),
-        ({"bias": torch.zeros(5, 7, requires_grad=True)}, "gradient for a bias"),
     ):
         with pytest.raises(ValueError, match=f"kernel='sdpa' cannot serve.*{phrase}"):
             attention(q, k, v, **keywords, kernel="sdpa")
+    bias = torch.zeros(5, 7, requires_grad=True)
+    with pytest.raises(ValueError, match="kernel='sdpa' cannot serve.*gradient for a bias"):
+        attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), bias=bias, kernel="sdpa")
     with pytest.raises(ValueError, match=r"kernel='flex' cannot serve.*CUDA"):
         attention(q, k, v, kernel="flex")
     with pytest.raises(ValueError, match="kernel must be one of"):
@@ -475,6 +477,13 @@ def test_the_choice_skips_what_a_narrow_band_leaves_out():
     assert "sdpa is chosen" in explain_kernel(q, k, v, causal=True)
     assert "blockwise is chosen" in explain_kernel(q, k, v, window=(256, 0))
     assert "blockwise is chosen" in explain_kernel(q, k, v, kv_lengths=torch.tensor([5]))
+
+
+def test_a_learned_bias_is_torchs_own_where_scores_are_few_and_ours_where_they_would_fill_memory():
+    for length, chosen in ((64, "sdpa"), (2048, "blockwise")):
+        q, k, v = _qkv(B=1, T=length, S=length, D=2, Dv=2)
+        bias = torch.zeros(length, length, requires_grad=True)
+        assert f"{chosen} is chosen" in explain_kernel(q, k, v, bias=bias)
 
 
 def test_flex_conditions_mean_what_the_formula_means():
