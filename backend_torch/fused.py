@@ -37,7 +37,7 @@ def sdpa(call: Any) -> Tensor:
         mask = visible(replace(see, bias=None), q.device, (0, q.shape[0]), (0, T), (0, k.shape[2]))
     if see.bias is not None:
         # In the accumulation dtype, never rounded down to that of q (a bias of q's own dtype stays what it is).
-        # Detached where no gradient is wanted: torch looks at the flag alone, and it keeps torch from its fused kernels.
+        # Detached where no gradient is wanted: the flag alone would keep torch from its fused kernels.
         bias = see.bias if call.bias_gradient else see.bias.detach()
         bias = bias if bias.dtype == q.dtype else bias.to(accumulation(q.dtype))
         mask = bias if mask is None else bias.where(mask, -torch.inf)
