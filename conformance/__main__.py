@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .progress import Bar
 from .suites import SUITES
 
 OURS = {"core_numpy": None, "backend_torch": "torch", "backend_jax": "jax"}
@@ -109,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
     # The slowest first, so that the others fill the second core meanwhile.
     names = list(dict.fromkeys(options.targets or installed()))
     order = sorted(names, key=lambda name: name not in ("backend_jax", "jax"))
-    with _progress(len(names) * len(cases), quiet=options.json == "-") as advance:
+    with Bar(len(names) * len(cases), quiet=options.json == "-") as advance:
         jobs = options.jobs or cores()
         judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite)
     whole = not options.case and options.suite is None
@@ -160,31 +161,6 @@ def _fuzz(options: argparse.Namespace, timeout: float) -> int:
         raise ValueError(f"--fuzz draws its own cases: it does not go with --{others[0]}")
     names = list(dict.fromkeys(options.targets or installed()))
     return run_fuzz(names, options.seed, options.fuzz, timeout, options.json)
-
-
-class _progress:
-    """A bar on a terminal, silence elsewhere."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        self.total = total
-        self.bar: Any = None
-        self.quiet = quiet or not sys.stderr.isatty()
-
-    def __enter__(self) -> Callable[[str], None]:
-        if self.quiet:
-            return lambda text: None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True).__enter__()
-        task = self.bar.add_task("", total=self.total)
-        bar = self.bar
-        return lambda text: bar.update(task, advance=1, description=text)
-
-    def __exit__(self, *error: Any) -> None:
-        if self.bar is not None:
-            self.bar.__exit__(*error)
 
 
 def _verb(name: str) -> Callable[[Sequence[str]], int]:

@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .budget import OUTPUT, TINY, UNIT
+
+# Fewer different values than this say nothing about the rounding of all together.
+MANY = 32
+# Standard deviations by which a right result may be off: one in a million and a half by chance.
+SIGMAS = 5.0
+
 
 class Disagreement(Exception):
     """What came differs in a way that no rounding explains: shape, dtype, NaN, an exact value."""
@@ -19,7 +26,8 @@ class Tally:
     """How many comparisons a case made, and the largest share of a budget that any of them used.
 
     lacking: what of the case the target does not offer, where the rest of it was compared. worst: name and
-    shares of the array with the largest one, or of that which was not exact.
+    shares of the array with the largest one, or of that which was not exact. together: the largest share of what
+    rounding leaves over all elements of a half type (`check_together`), and where.
     """
 
     count: int = 0
@@ -28,6 +36,7 @@ class Tally:
     shares: dict[str, float] = field(default_factory=dict)
     lacking: str = ""
     worst: tuple[str, np.ndarray] | None = None
+    together: tuple[float, str] = (0.0, "")
 
     def add(self, name: str, share: float, where: str = "", shares: np.ndarray | None = None) -> None:
         self.count += 1
@@ -93,3 +102,35 @@ def check_within(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, bou
     place = ", ".join(str(int(i)) for i in worst)
     tally.add(name, float(shares[worst]), f"[{place}]" if place else "", shares)
     return float(shares[worst])
+
+
+def check_together(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray, dtype: str) -> float:
+    """Norm-wise, for results of a half type: their errors must look like those of rounding to nearest.
+
+    Each element is off by what was rounded before, at most bound - own, and by its own rounding, own = 3 u |x| of the
+    bound, of which rounding to nearest takes u |x| / sqrt(3) at most in the root mean square and nothing in the mean.
+    So the root mean square of the shares of all elements, and their mean along the sign of x, have bounds far below 1:
+    a result that is cut where it should be rounded is within the bound of every element and out of these.
+    Elements with one mantissa are rounded alike and count once. The share goes to `tally.together`.
+    """
+    value, size = np.asarray(got, dtype=np.float64), np.abs(want)
+    usable = np.isfinite(want) & np.isfinite(value) & (bound > 0) & (size > 4.0 * TINY[dtype])
+    if not usable.any():
+        return 0.0
+    size, limit = size[usable], bound[usable]
+    share = (value - want)[usable] * np.sign(want[usable]) / limit
+    own = np.minimum(OUTPUT * UNIT[dtype] * size, limit) / limit
+    rest, rounding = 1.0 - own, own / (OUTPUT * np.sqrt(3.0))
+    _, place, often = np.unique(np.round(np.frexp(size)[0] * 2.0**20), return_inverse=True, return_counts=True)
+    number = len(often)
+    if number < MANY:
+        return 0.0
+
+    def mean(x: np.ndarray) -> float:
+        return float(np.mean(np.bincount(place.ravel(), x) / often))
+
+    spread = np.sqrt(mean(share**2)) / (np.sqrt(mean((rounding + rest) ** 2)) * (1.0 + SIGMAS / np.sqrt(2.0 * number)))
+    drift = abs(mean(share)) / (mean(rest) + SIGMAS * np.sqrt(mean(rounding**2) / number))
+    worst = max((float(spread), f"{name} in the root mean square"), (float(drift), f"{name} in the mean"))
+    tally.together = max(tally.together, worst)
+    return worst[0]

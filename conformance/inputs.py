@@ -95,6 +95,8 @@ def _floats(draw: np.random.Generator, shape: tuple[int, ...], distribution: str
         return scale * (0.5 + draw.random(shape))
     if distribution == "shifted":  # a mean far from 0: one-pass variances cancel
         return 100.0 + scale * normal
+    if distribution == "unit":  # as cosines and sines are
+        return scale * draw.uniform(-1, 1, shape)
     if distribution == "wide":  # magnitudes over six decades
         return scale * normal * 10.0 ** draw.uniform(-3, 3, shape)
     if distribution == "ties":

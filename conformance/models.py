@@ -22,6 +22,7 @@ from . import budget
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
 from .inputs import build, generator, rounded, widened
 from .memory import remembered
+from .optimiser import judge_stream, limits_by_name
 from .oracle import reference
 from .rows import LEVELS
 from .runner import Result, judged
@@ -38,18 +39,20 @@ class ModelCase:
     """config: fields of ModelConfig. batch: inputs of loss_and_gradients. call: further inputs of the forward call.
 
     loss: label_smoothing and z_loss. dropout: seed of the dropout key, or None. train: fields of TrainConfig; a case
-    that has them is a training case.
+    that has them is a training case. stream: by parameter the description of its gradients; a training case that has
+    it is of the optimiser alone, without a model (optimiser.py).
     """
 
     id: str
     rules: tuple[str, ...]
     why: str
-    config: dict[str, Any]
-    batch: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] = field(default_factory=dict)
     call: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     dropout: int | None = None
     train: dict[str, Any] | None = None
+    stream: dict[str, Any] | None = None
     dtypes: tuple[str, ...] = ("float64", "float32")
     level: str = "quick"
 
@@ -66,7 +69,7 @@ def load_model_cases() -> tuple[ModelCase, ...]:
         if not file.name.endswith(".toml"):
             continue
         table = tomllib.loads(file.read_text(encoding="utf-8"))
-        for row in [*table.get("model", []), *table.get("training", [])]:
+        for row in [row for kind in ("model", "training", "optimizer") for row in table.get(kind, [])]:
             unknown = sorted(set(row) - set(ModelCase.__dataclass_fields__))
             if unknown:
                 raise ValueError(f"{file.name}: case {row.get('id', '?')!r} has unknown fields {unknown}")
@@ -115,11 +118,13 @@ def judge_model_case(case: ModelCase, target: Target, dtype: str) -> Result:
     """One model or training case in one dtype."""
 
     def work(tally: Tally) -> None:
-        if not target.offers(case.function):
-            raise NotOffered(f"no {case.function}")
         if dtype not in target.dtypes():
             raise NotOffered(f"no {dtype}")
-        (_judge_model if case.train is None else _judge_training)(case, target, dtype, tally)
+        if case.stream is not None:
+            return judge_stream(case, target, dtype, tally)
+        if not target.offers(case.function):
+            raise NotOffered(f"no {case.function}")
+        return (_judge_model if case.train is None else _judge_training)(case, target, dtype, tally)
 
     return judged(case, target, dtype, "auto", work)
 
@@ -237,6 +242,8 @@ def _judge_gradients(
 def bounds_by_name(case: ModelCase, dtype: str) -> Arrays:
     """The budgets of everything that a model or training row compares; initial parameters have none: they are equal."""
     core = reference()
+    if case.stream is not None:
+        return limits_by_name(case, dtype)
     if case.train is not None:
         initial = core.get_params(core.Transformer(config_of(core, case.config), seed=7, dtype=dtype))
         return training_expected(case, initial, dtype)[1]

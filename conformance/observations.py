@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import budget, models, oracle, space
+from . import budget, models, optimiser, oracle, space
 from .inputs import rounded, widened
 from .memory import remembered
 from .models import ModelCase
@@ -105,6 +105,9 @@ def _observe_run(target: Target, row: Row, found: Arrays) -> None:
     """The records and the last parameters of a training run."""
     case = row.case
     assert isinstance(case, ModelCase)
+    if case.stream is not None:
+        found |= optimiser.by_name(target.optimise(*optimiser.recorded(case, row.dtype)))
+        return
     found |= models.training_answers(case, target, _initial(case, row.dtype), row.dtype)
 
 

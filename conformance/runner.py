@@ -16,7 +16,7 @@ import numpy as np
 
 from . import oracle
 from .budget import UNIT
-from .compare import Disagreement, Tally, check_exact, check_kind, check_within
+from .compare import Disagreement, Tally, check_exact, check_kind, check_together, check_within
 from .errormap import error_map
 from .functions import ATTENTION, FUNCTIONS
 from .inputs import DTYPES, build, rounded, widened
@@ -54,8 +54,9 @@ class Result:
 def run_case(case: Case, target: Target, level: str = "full") -> Iterator[Result]:
     """All results of one case on one target: dtypes by kernels.
 
-    At "quick" a target whose calls are compiled first (a second each) gets float64 with one of its kernels and one
-    other dtype with the kernel of its own choice; which, turns with the case, so that every combination is met.
+    A target whose calls are compiled first (a second each) gets all of them at "exhaustive" only. At "quick" it gets
+    float64 with one of its kernels and one other dtype with the kernel of its own choice; at "full" every dtype with
+    its own choice and every kernel with one dtype. Which, turns with the case, so that every combination is met.
     """
     for dtype, kernel in calls(case, target, level):
         yield judge_call(case, target, dtype, kernel)
@@ -75,11 +76,16 @@ def calls(case: Case, target: Target, level: str) -> list[tuple[str, str]]:
     if without_floats(case):
         dtypes = ("float32",)
     kernels = target.kernels() if case.kernels and case.verb != "refuses" else ["auto"]
-    if level != "quick" or not target.compiles:
+    if level == "exhaustive" or not target.compiles:
         return [(dtype, kernel) for dtype in dtypes for kernel in kernels]
     dtypes = tuple(dtype for dtype in dtypes if dtype in target.dtypes()) or dtypes
     turn = zlib.crc32(case.id.encode())
     named = kernels[1:] or kernels
+    if level == "full":
+        more = [(dtypes[(turn + i) % len(dtypes)], kernel) for i, kernel in enumerate(kernels[1:])]
+        if len(dtypes) == 1 and more:  # a row of the space: its like come with the other kernels
+            more = [more[turn % len(more)]]
+        return [*((dtype, "auto") for dtype in dtypes), *more]
     first = (dtypes[0], named[turn % len(named)])
     others = dtypes[1:]
     return [first, (others[turn % len(others)], "auto")] if others else [first]
@@ -135,6 +141,8 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
             status, detail = FAILED, "the case compared nothing"
         elif not tally.share <= 1.0:
             status, detail = FAILED, f"{tally.where} is off by {tally.share:.3g} times its error budget"
+        elif not tally.together[0] <= 1.0:
+            status, detail = FAILED, _off_together(*tally.together)
         else:
             detail = tally.lacking
     except NotOffered as absent:
@@ -165,6 +173,13 @@ def printable(text: str) -> str:
     """One line of it. What a target says may hold what no terminal, XML or UTF-8 file should get: that is escaped."""
     line = " ".join(text.split())[:400]
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
+
+
+def _off_together(share: float, where: str) -> str:
+    return (
+        f"{where} over all elements is off by {share:.3g} times what rounding to nearest leaves, each within its own "
+        "budget: is it cut where it should be rounded?"
+    )
 
 
 def arguments_of(case: Case, dtype: str, kernel: str = "auto") -> dict[str, Any]:
@@ -266,7 +281,11 @@ def _compare(
             check_exact(tally, f"{prefix}{name}", got[name], value)
             continue
         bound = bounds[name] + (tolerance * np.abs(value) if tolerance else 0.0)
-        check_within(tally, f"{prefix}{name}", got[name], overflowed(value, str(got[name].dtype)), bound)
+        own = str(got[name].dtype)
+        right = overflowed(value, own)
+        check_within(tally, f"{prefix}{name}", got[name], right, bound)
+        if own in ("float16", "bfloat16"):
+            check_together(tally, f"{prefix}{name}", got[name], right, bound, own)
 
 
 def overflowed(value: np.ndarray, dtype: str) -> np.ndarray:

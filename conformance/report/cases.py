@@ -127,7 +127,7 @@ def describe(case: Any) -> Iterator[dict[str, Any]]:
     """Name and description of each input and argument of a case, with a picture of each boolean matrix."""
     from ..inputs import build
 
-    for field in ("inputs", "batch", "call"):
+    for field in ("inputs", "batch", "call", "stream"):
         for name, spec in (getattr(case, field, None) or {}).items():
             made = build(case.id, name, spec) if isinstance(spec, dict) and "tree" not in spec else None
             array = made if isinstance(made, np.ndarray) else None

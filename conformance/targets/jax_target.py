@@ -46,6 +46,26 @@ class JaxTarget(Target):
         (grads,) = pull(given)
         return {name: self.numpy(grads[name]) for name in wrt}
 
+    def _optimised(
+        self, config: Any, params: dict[str, np.ndarray], stream: list[dict[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        """One compiled update, called for each."""
+        from backend_jax import optimizer
+        from core_numpy.contract.schedule import learning_rate
+
+        @jax.jit
+        def one(now: Any, grads: Any, state: Any, t: Any, lr: Any) -> Any:
+            clipped = optimizer.clip(grads, optimizer.global_norm(grads), config.clip_norm)
+            return optimizer.update(config, now, clipped, state, t=t, lr=lr)
+
+        now = {name: self.array(p) for name, p in params.items()}
+        state, after = optimizer.initial_state(config, now), []
+        for t, given in enumerate(stream, start=1):
+            # As numbers of Python, which keep the parameters' dtype.
+            now, state = one(now, {n: self.array(g) for n, g in given.items()}, state, t, learning_rate(config, t))
+            after.append({name: self.numpy(now[name]) for name in params})
+        return after
+
     def scope(self, dtype: str) -> Any:
         return jax.enable_x64(dtype == "float64")
 

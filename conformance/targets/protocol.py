@@ -128,6 +128,35 @@ class Target:
             got = dict(zip([n for n in spec.positional if n in spec.differentiable], values, strict=True))
         return {name: np.asarray(got[name]) for name in wrt}
 
+    def optimise(
+        self, config: Any, params: dict[str, np.ndarray], stream: list[dict[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        """The parameters after each update, given the gradients of all of them. A target has it as a function
+        `optimise(config, params, stream)` of NumPy arrays; ours are driven by their own optimiser's functions."""
+        own = getattr(self.module, "optimise", None)
+        if callable(own):
+            return own(config, params, stream)
+        if self.name not in OURS.values():
+            raise NotOffered("no function optimise")
+        return self._optimised(config, params, stream)
+
+    def _optimised(
+        self, config: Any, params: dict[str, np.ndarray], stream: list[dict[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        import importlib
+
+        from core_numpy.contract.schedule import learning_rate
+
+        own = importlib.import_module(f"{self.name}.optimizer")
+        now = {name: self.array(p) for name, p in params.items()}
+        state, after = own.initial_state(config, now), []
+        for t, grads in enumerate(stream, start=1):
+            native = {name: self.array(g) for name, g in grads.items()}
+            clipped = own.clip(native, own.global_norm(native), config.clip_norm)
+            now, state = own.update(config, now, clipped, state, t=t, lr=learning_rate(config, t))
+            after.append({name: self.numpy(p) for name, p in now.items()})
+        return after
+
     def _split(self, function: str, arguments: dict[str, Any], strided: bool) -> tuple[list[Any], dict[str, Any]]:
         rest = {name: self.native(x, strided=strided) for name, x in arguments.items()}
         positional = [rest.pop(name) for name in FUNCTIONS[function].positional if name in rest]

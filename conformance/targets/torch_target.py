@@ -67,3 +67,22 @@ class TorchTarget(Target):
             "device": str(self.device),
             "threads": torch.get_num_threads(),
         }
+
+    def _optimised(
+        self, config: Any, params: dict[str, np.ndarray], stream: list[dict[str, np.ndarray]]
+    ) -> list[dict[str, np.ndarray]]:
+        """torch keeps all parameters in one buffer and updates it in place."""
+        from backend_torch import optimizer
+        from core_numpy.contract.schedule import learning_rate
+
+        flat = optimizer.Flat.of({name: torch.nn.Parameter(self.array(p)) for name, p in params.items()})
+        state, after = optimizer.initial_state(config, flat), []
+        for t, given in enumerate(stream, start=1):
+            grads = flat.like()
+            for name, view in flat.views(grads).items():
+                view.copy_(self.array(given[name]))
+            clipped = optimizer.clip(grads, float(optimizer.global_norm(grads)), config.clip_norm)
+            optimizer.update(config, flat, clipped, state, t=t, lr=learning_rate(config, t))
+            now = flat.views(flat.data)
+            after.append({name: self.numpy(now[name]).copy() for name in params})
+        return after

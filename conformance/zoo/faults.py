@@ -42,6 +42,10 @@ class Faulty:
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name == "optimise" and "Trainer" in self._replaced:
+            from .plain_trainer import optimise
+
+            return optimise(self._replaced["Trainer"])
         if name == "available_kernels":  # one kernel, its own: nothing to multiply the rows by
             raise AttributeError(name)
         return self._replaced[name] if name in self._replaced else getattr(self._core, name)

@@ -7,6 +7,7 @@ reference.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,27 @@ class PlainTrainer:
         step = np.sign(b1 * self.m[name] + (1.0 - b1) * g)
         self.keep(self.m, name, b2 * self.m[name] + (1.0 - b2) * g)
         return step
+
+
+def optimise(kind: type[PlainTrainer]) -> Any:
+    """The optimiser of a trainer alone: its clipping, rate and update on given gradients."""
+
+    def run(config: Any, params: Arrays, stream: list[Arrays]) -> list[Arrays]:
+        trainer = kind.__new__(kind)
+        trainer.config, trainer.t = config, 0
+        trainer.model = SimpleNamespace(dtype=config.precision)
+        zeros = {name: np.zeros(p.shape) for name, p in params.items()}
+        trainer.m, trainer.v = dict(zeros), dict(zeros)
+        now, after = dict(params), []
+        for given in stream:
+            trainer.t += 1
+            grads = {name: g.astype(np.float64) for name, g in given.items()}
+            grads = trainer.clipped(grads, trainer.norm(grads))
+            now = {
+                name: trainer.updated(name, p.astype(np.float64), grads[name]).astype(p.dtype)
+                for name, p in now.items()
+            }
+            after.append(now)
+        return after
+
+    return run
