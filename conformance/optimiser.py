@@ -87,15 +87,33 @@ def expected(config: Any, params: Arrays, stream: list[Arrays], dtype: str) -> t
         lr = learning_rate(config, t)
         before = state
         old, (now, state) = now, optimizer.update(config, now, clipped, state, t=t, lr=lr)
-        limit = {}
+        limit: Arrays = {}
         for name, g in clipped.items():
             slots = {slot: before[slot][name] for slot in before}
             limit[name] = _grown(config, errors[name], old[name], now[name], g, relative, slots, t, lr, UNIT[dtype])
             if dtype == "float64":
                 limit[name] = limit[name] + MEANING * (np.abs(now[name]) + lr)
-        want.append(dict(now))
+        if config.ema is not None:
+            for name in now:
+                errors[name]["ema"] = _averaged(config.ema, errors[name], now[name], state["ema"][name], UNIT[dtype])
+                limit[average(name)] = errors[name]["ema"]
+                if dtype == "float64":
+                    limit[average(name)] = limit[average(name)] + MEANING * (np.abs(state["ema"][name]) + lr)
+        averages = {average(name): x for name, x in state.get("ema", {}).items()}
+        want.append(now | averages)
         limits.append(limit)
     return want, limits
+
+
+def average(name: str) -> str:
+    """Under which name a parameter's average stands beside the parameters."""
+    return f"average of {name}"
+
+
+def _averaged(d: float, errors: Arrays, p: np.ndarray, mean: np.ndarray, u: float) -> np.ndarray:
+    """ema = d ema + (1 - d) p:    de <- d de + (1 - d) dp + c u (|ema| + (1 - d) |p|); it starts as the parameters."""
+    before = errors.get("ema", np.zeros(p.shape))
+    return d * before + (1 - d) * errors["p"] + EACH * u * (np.abs(mean) + (1 - d) * np.abs(p))
 
 
 def _grown(

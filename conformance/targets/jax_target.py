@@ -63,7 +63,9 @@ class JaxTarget(Target):
         for t, given in enumerate(stream, start=1):
             # As numbers of Python, which keep the parameters' dtype.
             now, state = one(now, {n: self.array(g) for n, g in given.items()}, state, t, learning_rate(config, t))
-            after.append({name: self.numpy(now[name]) for name in params})
+            found = now | {f"average of {name}": p for name, p in state.get("ema", {}).items()}
+            order = [*params, *(f"average of {name}" for name in params if "ema" in state)]
+            after.append({name: self.numpy(found[name]) for name in order})
         return after
 
     def scope(self, dtype: str) -> Any:

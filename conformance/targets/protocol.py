@@ -131,8 +131,8 @@ class Target:
     def optimise(
         self, config: Any, params: dict[str, np.ndarray], stream: list[dict[str, np.ndarray]]
     ) -> list[dict[str, np.ndarray]]:
-        """The parameters after each update, given the gradients of all of them. A target has it as a function
-        `optimise(config, params, stream)` of NumPy arrays; ours are driven by their own optimiser's functions."""
+        """The parameters after each update, and the "average of" each where config.ema is set, given all gradients. A
+        target has it as a function `optimise(config, params, stream)` of NumPy arrays; ours by their own optimisers."""
         own = getattr(self.module, "optimise", None)
         if callable(own):
             return own(config, params, stream)
@@ -154,7 +154,8 @@ class Target:
             native = {name: self.array(g) for name, g in grads.items()}
             clipped = own.clip(native, own.global_norm(native), config.clip_norm)
             now, state = own.update(config, now, clipped, state, t=t, lr=learning_rate(config, t))
-            after.append({name: self.numpy(p) for name, p in now.items()})
+            averages = {f"average of {name}": p for name, p in state.get("ema", {}).items()}
+            after.append({name: self.numpy(p) for name, p in (now | averages).items()})
         return after
 
     def _split(self, function: str, arguments: dict[str, Any], strided: bool) -> tuple[list[Any], dict[str, Any]]:

@@ -84,5 +84,7 @@ class TorchTarget(Target):
             clipped = optimizer.clip(grads, float(optimizer.global_norm(grads)), config.clip_norm)
             optimizer.update(config, flat, clipped, state, t=t, lr=learning_rate(config, t))
             now = flat.views(flat.data)
-            after.append({name: self.numpy(now[name]).copy() for name in params})
+            averages = flat.views(state["ema"]) if "ema" in state else {}
+            found = {n: now[n] for n in params} | {f"average of {n}": averages[n] for n in params if averages}
+            after.append({name: self.numpy(p).copy() for name, p in found.items()})
         return after

@@ -25,9 +25,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="run on after the first catch, and list every fault")
     parser.add_argument("--cases", action="store_true", help="what each case catches, and those that catch nothing")
     parser.add_argument("--diagnose", action="store_true", help="how many faults `conformance diagnose` names rightly")
+    parser.add_argument(
+        "--mutate", type=int, metavar="N", help="judge N single changes of the reference's own lines (0: all of them)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which lines are changed; default: 0")
     parser.add_argument("--json", metavar="FILE", help="write the score as JSON; - for standard output")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
+    if options.mutate is not None:
+        from .mutation import command
+
+        if options.mutate < 0 or options.seed < 0:
+            raise ValueError(f"--mutate and --seed must be 0 or more; got {options.mutate} and {options.seed}")
+        return command(options.mutate, options.seed, options.level, options.json)
     chosen = [
         fault
         for fault in all_faults()

@@ -116,6 +116,10 @@ class PlainTrainer:
     def keep(self, slot: Arrays, name: str, value: np.ndarray) -> None:
         slot[name] = value.astype(self.model.dtype).astype(np.float64)
 
+    def averaged(self, mean: np.ndarray, p: np.ndarray) -> np.ndarray:
+        d = self.config.ema
+        return d * mean + (1.0 - d) * p
+
     def adamw(self, name: str, g: np.ndarray) -> np.ndarray:
         b1, b2 = self.config.betas
         m, v = b1 * self.m[name] + (1.0 - b1) * g, b2 * self.v[name] + (1.0 - b2) * g * g
@@ -149,6 +153,7 @@ def optimise(kind: type[PlainTrainer]) -> Any:
         zeros = {name: np.zeros(p.shape) for name, p in params.items()}
         trainer.m, trainer.v = dict(zeros), dict(zeros)
         now, after = dict(params), []
+        averages = {} if config.ema is None else {f"average of {name}": p for name, p in params.items()}
         for given in stream:
             trainer.t += 1
             grads = {name: g.astype(np.float64) for name, g in given.items()}
@@ -157,7 +162,12 @@ def optimise(kind: type[PlainTrainer]) -> Any:
                 name: trainer.updated(name, p.astype(np.float64), grads[name]).astype(p.dtype)
                 for name, p in now.items()
             }
-            after.append(now)
+            averages = {
+                name: trainer.averaged(x.astype(np.float64), now[name.removeprefix("average of ")].astype(np.float64))
+                .astype(x.dtype)
+                for name, x in averages.items()
+            }  # fmt: skip
+            after.append(now | averages)
         return after
 
     return run

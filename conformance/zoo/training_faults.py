@@ -234,6 +234,16 @@ class LionMomentumFirst(PlainTrainer):
         return np.sign(self.m[name])
 
 
+class AverageExchanged(PlainTrainer):
+    def averaged(self, mean: np.ndarray, p: np.ndarray) -> np.ndarray:
+        return super().averaged(p, mean)
+
+
+class AverageNotMoved(PlainTrainer):
+    def averaged(self, mean: np.ndarray, p: np.ndarray) -> np.ndarray:
+        return mean
+
+
 class LionBetasSwapped(PlainTrainer):
     def lion(self, name: str, g: np.ndarray) -> np.ndarray:
         b2, b1 = self.config.betas
@@ -335,6 +345,10 @@ _TABLE: tuple[tuple[str, str, str, type[PlainTrainer], str], ...] = (
      "lion takes the sign after the moment's update; the contract is before, with betas[0]"),
     ("lion-betas-swapped", "the two betas swapped", "subtle", LionBetasSwapped,
      "lion's betas are swapped; the contract mixes the step with betas[0] and the moment with betas[1]"),
+    ("average-exchanged", "the two weights of the average exchanged", "subtle", AverageExchanged,
+     "the average takes 1 - ema of itself; the contract is ema of itself and 1 - ema of the parameters"),
+    ("average-not-moved", "the average stays what it was at the start", "subtle", AverageNotMoved,
+     "the average is never moved; the contract moves it after each update"),
     ("loss-options-dropped", "smoothing and z-loss are not handed on [Megatron-LM 6305]", "subtle", LossUnsmoothed,
      "label_smoothing and z_loss do not reach the loss; the contract hands them on"),
     ("batch-lengths-dropped", "the lengths of a batch are not handed on", "subtle", LengthsDropped,
