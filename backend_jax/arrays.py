@@ -31,6 +31,11 @@ def place_of(x: jax.Array) -> Any:
 
 def to_numpy(x: jax.Array) -> np.ndarray:
     """The values as a NumPy array on the host, waited for; bfloat16 becomes ml_dtypes.bfloat16, bit for bit."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        # Spread over processes, all of which ask for it.
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.array(x)
 
 

@@ -22,6 +22,7 @@ from .blockwise import blockwise
 from .blockwise_scores import accumulation
 from .dense import dense
 from .kernels import KERNELS, WHAT, Asked, fastest, platform_of, reasons
+from .place import placed_key
 
 
 def attention(
@@ -273,7 +274,7 @@ def _door(q: Any, k: Any, v: Any, wants: str, *, kernel: str, **options: Any) ->
     arrays = {"q": q, "k": k, "v": v} | {name: options[name] for name in named}
     arrays["q_offset"] = options["q_offset"] if plan.q_offset is None else None
     if plan.dropout_rate > 0 and wants != "weights":
-        arrays["dropout_key"] = options["dropout_key"]
+        arrays["dropout_key"] = placed_key(options["dropout_key"])
     arrays = {name: x for name, x in arrays.items() if x is not None}
     for name, x in arrays.items():
         require_x64(name, dtype_name(x), jax.config.jax_enable_x64)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from core_numpy.contract import parameters as contract
 from core_numpy.contract.checks import model as checks
 from core_numpy.contract.config import BlockConfig, ModelConfig
 
-from . import encodings, random
+from . import encodings, place, random
 from .arrays import values
 from .attention import attention, attention_weights
 from .cache import close_cache, open_cache
@@ -114,7 +114,13 @@ class MultiHeadAttention(nnx.Module):
         if maps is not None:
             maps.append(attention_weights(q, k, **arguments))
         rate = 0.0 if dropout_key is None else config.dropout
-        out = attention(q, k, v, dropout_rate=rate, dropout_key=dropout_key if rate else None, **arguments)
+        arguments |= {"dropout_rate": rate, "dropout_key": dropout_key if rate else None}
+        if "causal" in arguments and place.ringed(q.shape[0], q.shape[2]):
+            from .ring import ring_attention  # only where positions are spread
+
+            out = ring_attention(q, k, v, arguments)
+        else:
+            out = attention(q, k, v, **arguments)
         B, H, T, Dv = out.shape
         return self.output(out.swapaxes(1, 2).reshape(B, T, H * Dv))
 
@@ -122,8 +128,10 @@ class MultiHeadAttention(nnx.Module):
         """Queries (B, H, T, D), keys (B, G, T, D), values (B, G, T, Dv)."""
         H, G, config = self.config.heads, self.config.groups, self.config
         parts: Any = (self.query, self.key, self.value)
-        if x.shape[0] * x.shape[1] < FUSED_ROWS or config.value_size != config.key_size:
-            q, k, v = (heads_first(part(x), heads) for part, heads in zip(parts, (H, G, G), strict=True))
+        # Over devices, too, each product stays with the heads that are there.
+        alone = place.mesh() is not None or config.value_size != config.key_size
+        if alone or x.shape[0] * x.shape[1] < FUSED_ROWS:
+            q, k, v = (place.by_head(heads_first(part(x), heads)) for part, heads in zip(parts, (H, G, G), strict=True))
             return q, k, v
         # One product and one transpose for all three: fewer and larger loops on every device.
         y = matmul(x, jnp.concatenate([part.weight[...] for part in parts], axis=1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
@@ -105,10 +107,24 @@ def preference(asked: Asked) -> tuple[str, ...]:
     return ("cudnn", "xla", "blockwise") if asked.plan.T * asked.plan.S <= QUADRATIC else ("cudnn", "blockwise")
 
 
+# What a trace is for, where it is not for JAX's default device.
+_lowering: ContextVar[str | None] = ContextVar("lowering", default=None)
+
+
+@contextmanager
+def lowering_for(platform: str) -> Iterator[None]:
+    """Inside, traces choose their kernels as on that platform, which need not be here: for `jax.export` and AOT."""
+    token = _lowering.set(platform)
+    try:
+        yield
+    finally:
+        _lowering.reset(token)
+
+
 def platform_of(x: object) -> str:
     """Where a call will run: the device of a concrete array, else JAX's default. "gpu" for CUDA and ROCm."""
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         platform = next(iter(x.devices())).platform
     else:
-        platform = jax.default_backend()
+        platform = _lowering.get() or jax.default_backend()
     return "gpu" if platform in ("cuda", "rocm") else platform

@@ -96,10 +96,14 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     rate = checks.check_dropout_layer(x, rate, key)
     if rate == 0.0 or key is None:
         return x
+    return drop_where(x, rate, random.uniform(key, x.shape) >= 1.0 - rate)
+
+
+def drop_where(x: jax.Array, rate: float, dropped: jax.Array) -> jax.Array:
+    """`dropout` of a choice that is made, unchecked."""
     if rate == 1.0:
         return jnp.zeros_like(x)
-    kept = random.uniform(key, x.shape) < 1.0 - rate
-    return jnp.where(kept, _work(x) / (1.0 - rate), 0.0).astype(x.dtype)
+    return jnp.where(dropped, 0.0, _work(x) / (1.0 - rate)).astype(x.dtype)
 
 
 def cross_entropy(

@@ -15,7 +15,7 @@ from core_numpy.contract.config import ModelConfig
 from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
-from . import encodings, layers, random
+from . import encodings, layers, place, random
 from .arrays import from_numpy, place_of, to_numpy, values
 from .block import Block, make_rotary
 from .cache import KVCache, close_cache, open_cache
@@ -73,16 +73,19 @@ class Stack(nnx.Module):
         """
         config, T = self.config, tokens.shape[1]
         past = stores[0].length if stores else 0
-        where = past + jnp.arange(T, dtype=jnp.int32) if positions is None else positions
+        ring = not stores and place.ringed(*tokens.shape)
+        columns = place.order(T) if ring else jnp.arange(T, dtype=jnp.int32)
+        where = past + columns if positions is None else positions
         table = self.embedding.weight[...] if table is None else table
-        rows = slice(0, T) if positions is None and not stores else where
+        rows = slice(0, T) if positions is None and not stores and not ring else where
         x = self._embed(tokens, where, rows, table)
         if dropout_key is not None and config.dropout:
             x = drop(x, config.dropout, random.fold_in(dropout_key, config.layers))
+        x = place.hidden(x)
         longest = stores[0].capacity if stores else T
         arguments = {
             "mask": mask, "kv_lengths": kv_lengths, "segments": segments, "memory_lengths": memory_lengths,
-            "bias": self._distance_bias(T, past, longest, x.dtype, stored=bool(stores)),
+            "bias": self._by_distance(T, past, longest, x.dtype, stored=bool(stores), ring=ring),
             "rotary": make_rotary(config, where, longest) if config.positions == "rotary" else None,
         }  # fmt: skip
         for i, block in enumerate(self.blocks):
@@ -94,6 +97,7 @@ class Stack(nnx.Module):
                 x = _rematerialised(block, x, here)
             else:
                 x = block.run(x, **here, store=stores[i] if stores else None, maps=maps)
+            x = place.hidden(x)
         return self._finish(x, table, kv_lengths, segments)
 
     def _embed(self, tokens: jax.Array, where: jax.Array, rows: Any, table: jax.Array) -> jax.Array:
@@ -108,6 +112,14 @@ class Stack(nnx.Module):
         if config.positions == "sinusoidal":
             x = x + encodings.sinusoidal_encoding(where, config.width, dtype=x.dtype.name)
         return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _by_distance(self, T: int, past: Any, S: int, dtype: Any, *, stored: bool, ring: bool) -> Any:
+        """`_distance_bias`, or what a ring of devices makes it of, block by block."""
+        if not ring or self.config.positions not in ("alibi", "relative"):
+            return self._distance_bias(T, past, S, dtype, stored=stored)
+        from .ring import Distances  # only where positions are spread
+
+        return Distances(self.config, None if self.relative is None else self.relative.weight[...])
 
     def _distance_bias(self, T: int, past: Any, S: int, dtype: Any, *, stored: bool) -> jax.Array | None:
         """The bias of distances j - i - past, (1, H, T, S) in the accumulation dtype, or None.

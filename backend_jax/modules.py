@@ -18,7 +18,7 @@ from core_numpy.contract.config import BlockConfig
 from core_numpy.contract.families import Pretrained
 from core_numpy.contract.parameters import Parameter, name_hash
 
-from . import layers, random
+from . import layers, place, random
 from .arrays import from_numpy
 
 
@@ -162,7 +162,11 @@ def heads_first(x: jax.Array, heads: int) -> jax.Array:
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Dropout where there is a key: none means that this call does not drop."""
-    return x if key is None else layers.dropout(x, rate, key)
+    if key is None:
+        return x
+    if not place.ringed(*x.shape[:2]):
+        return layers.dropout(x, rate, key)
+    return layers.drop_where(x, rate, random.uniform_columns(key, x.shape, place.order(x.shape[1])) >= 1.0 - rate)
 
 
 _ACTIVATIONS: dict[str, Callable] = {

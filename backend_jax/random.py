@@ -78,6 +78,12 @@ def uniform_at(key: jax.Array, low: jax.Array, high: jax.Array | int = 0) -> jax
     return _to_uniform(bits_at(key, low, high))
 
 
+def uniform_columns(key: jax.Array, shape: tuple[int, ...], columns: jax.Array) -> jax.Array:
+    """`uniform` of a shape (B, T, W) whose columns are kept in another order: column t is `columns[t]`'s."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return _to_uniform(_bits(key, *_index_words(shape, strides, columns)))
+
+
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """float32 with mean 0 and variance 1, by `jax.lax.erf_inv`. Rules: core_numpy.random."""
     u = uniform(key, shape) * np.float32(2) + np.float32(2.0**-24 - 1)
@@ -121,12 +127,19 @@ def _high_word(index: jax.Array | int) -> jax.Array:
     return (wide >> 32).astype(jnp.uint32) if wide.dtype.itemsize == 8 else jnp.uint32(0)
 
 
-def _index_words(shape: tuple[int, ...], strides: list[int]) -> tuple[jax.Array, jax.Array]:
-    """(low, high) of sum(index * stride) over the axes, in 32-bit arithmetic because 64-bit may be off."""
+def _index_words(
+    shape: tuple[int, ...], strides: list[int], columns: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(low, high) of sum(index * stride) over the axes, in 32-bit arithmetic because 64-bit may be off.
+
+    columns: the indices along axis 1, where they are not in order.
+    """
     fits = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) < WORD
     low = high = jnp.zeros(shape, jnp.uint32)
     for axis, stride in enumerate(strides):
         i = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if axis == 1 and columns is not None:
+            i = jnp.broadcast_to(columns.astype(jnp.uint32)[:, None], shape)
         term = i * jnp.uint32(stride % WORD)
         low = low + term
         if not fits:

@@ -29,7 +29,7 @@ from core_numpy.contract.saving import Saver
 from core_numpy.contract.schedule import learning_rate
 
 from . import optimizer, random
-from .arrays import from_numpy, place_of, to_numpy
+from .arrays import from_numpy, to_numpy
 from .layers import cross_entropy_sum
 from .model import Transformer, named_parameters, set_params
 
@@ -99,20 +99,25 @@ class Trainer:
     after it; copy what is to last.
     """
 
+    def __new__(cls, model: Transformer, config: TrainConfig) -> Self:
+        if cls is Trainer and isinstance(config, TrainConfig) and config.parallel is not None:
+            from .parallel import ParallelTrainer
+
+            return super().__new__(ParallelTrainer)  # type: ignore[return-value]
+        return super().__new__(cls)
+
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         checks.check_trainer(model, config)
-        checks.check_one_device(config)
         self.model, self.config, self.updates, self.batches = model, config, 0, 0
         self._variables = named_parameters(model)
-        # Copies, because a step donates the model's arrays and they may be somebody else's too.
-        self._publish({name: jnp.copy(p) for name, p in self._params.items()})
+        self._publish(self._spread(self._params))
         self.state = optimizer.initial_state(config, self._params)
         self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
         self._good = 0
         self._saver = Saver()
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
-        self._program = _program(nnx.split(model)[0], *_traced(config, model.config.dropout > 0.0))
+        self._program = self._compile()
 
     @property
     def traces(self) -> int:
@@ -131,7 +136,7 @@ class Trainer:
         lr = learning_rate(self.config, t)
         with jax.default_matmul_precision(self.config.matmul_precision):
             params, state, report = self._program.step(
-                self._params, self.state, _arrays(batch), np.uint32(t), np.asarray(lr, self._master),
+                self._params, self.state, self._arrays(batch), np.uint32(t), np.asarray(lr, self._master),
                 np.asarray(self.loss_scale, self._master),
             )  # fmt: skip
         self._publish(params)
@@ -174,7 +179,7 @@ class Trainer:
         for batch in batches:
             self._check(batch)
             with jax.default_matmul_precision(self.config.matmul_precision):
-                loss, count = jax.device_get(self._program.evaluate(self._params, _arrays(batch)))
+                loss, count = jax.device_get(self._program.evaluate(self._params, self._arrays(batch)))
             total, tokens = total + float(loss), tokens + int(count)
         return {"loss": total / max(tokens, 1), "tokens": tokens}
 
@@ -184,39 +189,43 @@ class Trainer:
         In the background a thread writes what the state is now, already on the host; an error comes from the next
         step, `save` or `wait`.
         """
-        return self._saver.save(
-            path,
-            background=background,
-            step=self.updates,
-            params={name: to_numpy(p) for name, p in self._params.items()},
-            state={slot: {name: to_numpy(x) for name, x in arrays.items()} for slot, arrays in self.state.items()},
-            config=self.model.config,
-            train_config=self.config,
-            extra={
+        return self._saver.save(path, background=background, **self._snapshot())
+
+    def _snapshot(self) -> dict[str, Any]:
+        """What a checkpoint holds, on the host. It has no layout."""
+        return {
+            "step": self.updates,
+            "params": {name: to_numpy(p) for name, p in self._params.items()},
+            "state": {slot: {name: to_numpy(x) for name, x in arrays.items()} for slot, arrays in self.state.items()},
+            "config": self.model.config,
+            "train_config": self.config.replace(parallel=None),
+            "extra": {
                 "backend": "backend_jax",
                 "batches": self.batches,
                 "loss_scale": self.loss_scale,
                 "loss_scale_steps": self._good,
             },
-        )
+        }
 
     def wait(self) -> None:
         """Return once the save in the background is on the disk; raise what it failed with."""
         self._saver.wait()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Self:
-        """The trainer of a checkpoint, or of the newest one in a folder; its next update is the one after."""
+    def load(cls, path: str | os.PathLike[str], *, device: Any = None, parallel: dict[str, int] | None = None) -> Self:
+        """The trainer of a checkpoint, or of the newest one in a folder; its next update is the one after.
+
+        How it is laid out over devices is said here; a checkpoint has no layout.
+        """
         found = read_checkpoint(path)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)
-        trainer = cls(model, found.train_config)
+        trainer = cls(model, found.train_config.replace(parallel=parallel))
         expected = {name: (p.shape, p.dtype.name) for name, p in trainer._params.items()}
         for slot, arrays in trainer.state.items():
             check_params(expected, found.state.get(slot, {}))
-            for name, x in arrays.items():
-                arrays[name] = from_numpy(found.state[slot][name], device=place_of(x))
+            arrays.update(trainer._spread({name: from_numpy(found.state[slot][name]) for name in arrays}))
         trainer.updates, trainer._saver = found.step, Saver(found.path)
         trainer.batches = int(found.extra.get("batches", found.step))
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
@@ -231,6 +240,18 @@ class Trainer:
     @property
     def _master(self) -> str:
         return "float64" if self.config.precision == "float64" else "float32"
+
+    # What a trainer on several devices does otherwise (parallel.ParallelTrainer).
+
+    def _spread(self, params: Arrays) -> Arrays:
+        """Copies, because a step donates the model's arrays and they may be somebody else's too."""
+        return {name: jnp.copy(p) for name, p in params.items()}
+
+    def _compile(self) -> Program:
+        return _program(nnx.split(self.model)[0], *_traced(self.config, self.model.config.dropout > 0.0))
+
+    def _arrays(self, batch: dict[str, Any]) -> Arrays:
+        return _arrays(batch)
 
     def _check(self, batch: Any) -> None:
         checks.check_batch(self.model.config, batch, dropout_key=None, dtype=self._master, values=np.asarray)
@@ -265,8 +286,11 @@ class Trainer:
 class Program:
     """What is compiled of a trainer; trainers of equal models and configurations share it."""
 
-    def __init__(self, graph: nnx.GraphDef, config: TrainConfig, dropout: bool) -> None:
-        self.config, self.dropout, self.traces = config, dropout, 0
+    def __init__(
+        self, graph: nnx.GraphDef, config: TrainConfig, dropout: bool, shardings: dict[str, Any] | None = None
+    ) -> None:
+        """shardings: how parameters lie over devices, which new ones and the moments then do as well."""
+        self.config, self.dropout, self.traces, self.shardings = config, dropout, 0, shardings
         self.loss = Loss(graph, config.precision, config.label_smoothing, config.z_loss)
         self.dtype = "float64" if config.precision == "float64" else "float32"
         plain = Loss(graph, config.precision, 0.0, 0.0).total_and_count
@@ -304,6 +328,9 @@ class Program:
         fresh, after = optimizer.update(config, params, grads, state, t=t, lr=lr)
         # Selected in the same loops that compute the update; a step that is left out changes nothing.
         fresh, after = jax.tree.map(partial(jnp.where, jnp.isfinite(norm)), (fresh, after), (params, state))
+        if self.shardings is not None:
+            laid_out = (self.shardings, dict.fromkeys(after, self.shardings))
+            fresh, after = jax.lax.with_sharding_constraint((fresh, after), laid_out)
         return fresh, after, {"loss": loss, "grad_norm": norm, "tokens": tokens, "squares": squares}
 
 

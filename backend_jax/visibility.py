@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,12 +111,20 @@ def kept(spec: Spec, terms: Terms, block: Block) -> jax.Array:
     head = (block.g + lax.broadcasted_iota(jnp.int32, (1, block.ng, spec.r, 1, 1), 1)) * spec.r
     head = head + lax.broadcasted_iota(jnp.int32, (1, block.ng, spec.r, 1, 1), 2)
     batch = block.b + lax.broadcasted_iota(jnp.int32, (block.nb, 1, 1, 1, 1), 0)
-    line = ((batch * (spec.G * spec.r) + block.lay(head)) * spec.T).astype(jnp.uint32) + block.row().astype(jnp.uint32)
-    low, high = index_words(line, spec.S, block.column().astype(jnp.uint32))
-    return random.uniform_at(terms["dropout_key"], low, high) < 1.0 - spec.dropout
+    key, row, column = terms["dropout_key"], block.row(), block.column()
+    heads: Any = spec.G * spec.r
+    queries: Any = spec.T
+    keys: Any = spec.S
+    if key.shape[0] > 2:  # a block of a ring: counted among the weights of the whole
+        first_row, first_head, query, first, heads, queries, keys = key[2:]
+        batch, head, row, column = (x.astype(jnp.uint32) for x in (batch, head, row, column))
+        batch, head, row, column = batch + first_row, head + first_head, row + query, column + first
+    line = ((batch * heads + block.lay(head)) * queries).astype(jnp.uint32) + row.astype(jnp.uint32)
+    low, high = index_words(line, keys, column.astype(jnp.uint32))
+    return random.uniform_at(key[:2], low, high) < 1.0 - spec.dropout
 
 
-def index_words(line: jax.Array, S: int, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+def index_words(line: jax.Array, S: int | jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The 64-bit number line * S + column as two 32-bit words, without 64-bit integers."""
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     s = jnp.uint32(S)

@@ -34,7 +34,10 @@ def borrow(x: np.ndarray) -> torch.Tensor:
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
     """The values as a NumPy array on the host; bfloat16 becomes ml_dtypes.bfloat16, bit for bit."""
-    host = x.detach().cpu().resolve_conj().resolve_neg()
+    x = x.detach()
+    if hasattr(x, "full_tensor"):  # spread over processes, all of which ask for it
+        x = x.full_tensor()
+    host = x.cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
         import ml_dtypes
 
@@ -79,5 +82,7 @@ def values(x: torch.Tensor) -> np.ndarray | None:
     """
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or traced():
         return None
-    x = x.detach()
+    # `numpy()` would pin the memory of a parameter, which `fully_shard` gives back between uses.
+    owned = isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
+    x = x.detach().clone() if owned else x.detach()
     return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()

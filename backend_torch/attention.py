@@ -19,6 +19,7 @@ from .dense import accumulation, dense
 from .flex import flex
 from .fused import sdpa
 from .kernels import KERNELS, Call, choose, explain
+from .place import placed_key
 from .registered import blockwise
 from .visibility import Visibility
 
@@ -206,7 +207,8 @@ def _call(
         kv_segments = None if kv_segments is None else kv_segments.reshape(N, plan.S)
         sinks = None if sinks is None else sinks.reshape(plan.H)
     see = Visibility(left, right, offset, kv_lengths, q_segments, kv_segments, mask, bias)
-    return Call(q, k, q[..., :0] if v is None else v, see, sinks, dropout_key, plan, wants_lse)
+    key = placed_key(dropout_key, plan.H, plan.T, plan.S)
+    return Call(q, k, q[..., :0] if v is None else v, see, sinks, key, plan, wants_lse)
 
 
 def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:

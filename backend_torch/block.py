@@ -29,6 +29,7 @@ from .cache import KVCache, LayerCache
 from .encodings import apply_rotary, rotary_frequencies, rotary_tables
 from .initial import initialise
 from .layers import drop, normalise_layer, normalise_rms
+from .place import part
 from .random import split
 
 Rotary = tuple[Tensor, Tensor]
@@ -72,6 +73,8 @@ class MultiHeadAttention(nn.Module):
         self.query_norm = Norm(config, factory, size=config.key_size) if config.qk_norm else None
         self.key_norm = Norm(config, factory, size=config.key_size) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.heads, **factory)) if config.sinks else None
+        # Which query heads are here, where a trainer spreads them over devices: (first, past the last).
+        self.here: tuple[int, int] | None = None
         initialise(self, contract.attention_parameters(config), seed, device)
 
     def forward(
@@ -95,7 +98,14 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
         rate = 0.0 if key is None else self.config.dropout
-        out = attention(q, k, v, **options, dropout_rate=rate, dropout_key=key)
+        options |= {"dropout_rate": rate, "dropout_key": key}
+        here = part()
+        if here is not None and here.ring is not None:
+            from .ring import ring_attention  # only where positions are spread
+
+            out = ring_attention(here, q, k, v, options)
+        else:
+            out = attention(q, k, v, **options)
         if cache is not None:
             cache.advance(x.shape[1])
         return self.output(out.transpose(1, 2).flatten(2))
@@ -112,12 +122,16 @@ class MultiHeadAttention(nn.Module):
             self.config, x, **ARGUMENTS | arguments, dtype=dtype_of(self.query.weight), values=values
         )
         config, source = self.config, x if context is None else context
-        q = heads_of(self.query(x), config.heads)
-        k = heads_of(self.key(source), config.groups)
-        v = heads_of(self.value(source), config.groups)
+        q = heads_of(self.query(x), config.key_size)
+        k = heads_of(self.key(source), config.key_size)
+        v = heads_of(self.value(source), config.value_size)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        options: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": self.sinks}
+        sinks, bias = self.sinks, arguments.get("bias")
+        if self.here is not None:
+            sinks = None if sinks is None else sinks[slice(*self.here)]
+            bias = bias if bias is None or bias.shape[1] == 1 else bias[:, slice(*self.here)]
+        options: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": sinks}
         if context is not None:
             return q, k, v, options | {"kv_lengths": arguments.get("context_lengths")}
         rotary = arguments.get("rotary")
@@ -136,7 +150,7 @@ class MultiHeadAttention(nn.Module):
             options
             | {
                 "mask": arguments.get("mask"),
-                "bias": arguments.get("bias"),
+                "bias": bias,
                 "causal": self.causal,
                 "window": config.window,
                 "q_offset": plan.past,
@@ -259,9 +273,9 @@ def dtype_of(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def heads_of(x: Tensor, heads: int) -> Tensor:
-    """(B, T, heads * D) -> (B, heads, T, D)."""
-    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+def heads_of(x: Tensor, size: int) -> Tensor:
+    """(B, T, heads * size) -> (B, heads, T, size), however many heads there are here."""
+    return x.unflatten(2, (-1, size)).transpose(1, 2)
 
 
 def dropout_key_of(module: nn.Module, rate: float, key: Tensor | None, device: torch.device) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .place import weight_index
 from .random import uniform_at
 from .visibility import seen, visible
 
@@ -41,8 +42,8 @@ def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         return v, lse, weights.to(q.dtype)
     used = weights
     if plan.dropout_rate > 0:
-        index = torch.arange(N * H * T * S, device=q.device).reshape(N, H, T, S)
-        used = weights * kept(call.key, index, plan.dropout_rate, acc)
+        n, i, j = (torch.arange(size, device=q.device) for size in (N, T, S))
+        used = weights * kept(call.key, weight_index(call.key, n, H, i, j, T, S), plan.dropout_rate, acc)
     out = (grouped(used, G) @ v.to(acc)).reshape(N, H, T, v.shape[-1])
     return out.to(q.dtype), lse, weights.to(q.dtype)
 
@@ -81,4 +82,4 @@ def grouped(x: Tensor, G: int) -> Tensor:
 def kept(key: Tensor, index: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
     """Factor of each weight: 1 / (1 - rate) where `uniform[index] < 1 - rate`, else 0."""
     keep = 1.0 - rate
-    return (uniform_at(key, index) < keep).to(dtype) * (1.0 / keep if keep > 0 else 0.0)
+    return (uniform_at(key[:2], index) < keep).to(dtype) * (1.0 / keep if keep > 0 else 0.0)

@@ -21,7 +21,8 @@ from core_numpy.contract.checks.layers import (
 )
 
 from .arrays import values
-from .random import uniform
+from .place import element_index
+from .random import uniform, uniform_at
 
 
 def softmax(x: Tensor, *, axis: int = -1) -> Tensor:
@@ -118,7 +119,9 @@ def drop(x: Tensor, rate: float, key: Tensor | None) -> Tensor:
     """`dropout` unchecked; no key means no dropout."""
     if rate == 0.0 or key is None:
         return x
-    keep = uniform(key.to(x.device), tuple(x.shape)) < 1.0 - rate
+    index = element_index(x.shape, x.device)
+    u = uniform(key.to(x.device), tuple(x.shape)) if index is None else uniform_at(key.to(x.device), index)
+    keep = u < 1.0 - rate
     # At rate 1 nothing is kept: dividing by 1 in place of 0 keeps the derivative 0 rather than NaN.
     return torch.where(keep, x / (1.0 - rate if rate < 1.0 else 1.0), 0.0)
 

@@ -7,6 +7,7 @@ kept, so tools that look for them (LoRA, quantisation, sharding) find them.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from .cache import KVCache
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
 from .initial import initialise, turn
 from .layers import accumulation, drop
+from .place import move, part
 from .random import fold_in
 
 
@@ -100,10 +102,12 @@ class Stack(nn.Module):
         x = drop(x, config.dropout, None if key is None else fold_in(key, config.layers))
         shared: dict[str, Any] = {
             "mask": mask, "kv_lengths": kv_lengths, "segments": segments, "context": context,
-            "context_lengths": context_lengths, "bias": self._bias(past, T, x),
+            "context_lengths": context_lengths, "bias": self._spread_bias(past, T, x),
         }  # fmt: skip
         if config.positions == "rotary":
-            shared["rotary"] = rotary_of(config, positions, past, T, x.device)
+            here = part()
+            length = T if here is None or here.ring is None else here.ring.length
+            shared["rotary"] = rotary_of(config, positions, past, length, x.device)
         for i, block in enumerate(self.blocks):
             own: dict[str, Any] = {
                 "cache": None if cache is None else cache.layer(i, cast(BlockConfig, block.config)),
@@ -132,12 +136,23 @@ class Stack(nn.Module):
             x = x + sinusoidal_encoding(positions, config.width, dtype=dtype_of(x))
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
+    def _spread_bias(self, past: int, T: int, x: Tensor) -> Tensor | None:
+        """`_bias`, unless a ring of processes makes it block by block."""
+        here = part()
+        if here is None or here.ring is None:
+            return self._bias(past, T, x)
+        if self.config.positions in ("alibi", "relative"):
+            move(replace(here, distance=(self.config, None if self.relative is None else self.relative.weight)))
+        return None
+
     def _bias(self, past: int, T: int, x: Tensor) -> Tensor | None:
         """What ALiBi or relative positions add to the scores, (1, H, T, S)."""
         config, S = self.config, past + T
         if config.positions == "alibi":
             wide = "float64" if x.dtype == torch.float64 else "float32"
-            return alibi_bias(config.heads, T, S, q_offset=past, dtype=wide).to(x.device)[None]
+            # The offset as a tensor says where the bias is made: (1, H, T, S) from the host would be far to go.
+            offset = torch.full((1,), past, device=x.device)
+            return alibi_bias(config.heads, T, S, q_offset=offset, dtype=wide)
         if self.relative is None:
             return None
         return relative_bias(

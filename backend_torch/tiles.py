@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .dense import accumulation, grouped, kept
 from .pieces import Piece
+from .place import weight_index
 from .visibility import Visibility, part, seen, visible
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -136,9 +137,8 @@ def dropped(p: Problem, t: Tile) -> Tensor:
     """The dropout factor of each weight of a piece, by the weight's place in the whole call."""
     H, T, S = p.q.shape[1], p.q.shape[2], p.k.shape[2]
     n, i, j = (torch.arange(*r, device=t.q.device) for r in (t.piece.n, t.piece.q, t.piece.k))
-    rows = (n[:, None] * H + torch.arange(H, device=n.device))[:, :, None] * T + i
     assert p.key is not None
-    return kept(p.key, rows[..., None] * S + j, p.rate, accumulation(t.q.dtype))
+    return kept(p.key, weight_index(p.key, n, H, i, j, T, S), p.rate, accumulation(t.q.dtype))
 
 
 def own_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ from core_numpy.contract.checks.training import (
     check_batch,
     check_batches,
     check_finite,
-    check_one_device,
     check_trainer,
 )
 from core_numpy.contract.config import TrainConfig
@@ -44,6 +43,8 @@ from .optimizer import Flat, clip, global_norm, initial_state, not_finite, updat
 from .random import fold_in, key
 
 Batch = Mapping[str, Any]
+# Tokens, targets, what the model is called with besides, and whether every target is counted.
+Tensors = tuple[Tensor, Tensor, dict[str, Tensor], bool]
 # The names of a batch's fields in a call of the model.
 CALL = {name: name for name in ("segments", "positions", "context", "context_lengths")} | {"lengths": "kv_lengths"}
 # As in torch.amp.GradScaler: a start that overflows once or twice at most, and a doubling that costs one step in 2000.
@@ -70,8 +71,8 @@ def loss_and_gradients(
     own = named(model)
     leaves = [p for p in own.values() if p.requires_grad]
     with _mode(model, dropout_key is not None):
-        total = _loss_sum(model, *_tensors(arrays, _device(model)), dropout_key, label_smoothing, z_loss)
-    loss = total / max(_counted(arrays), 1)
+        total = loss_sum(model, *tensors(arrays, _device(model)), dropout_key, label_smoothing, z_loss)
+    loss = total / max(counted_targets(arrays), 1)
     grads = dict(zip([name for name, p in own.items() if p.requires_grad], _differentiate(loss, leaves), strict=True))
     return loss.item(), {
         name: to_numpy(turn(model, name, grads[name] if name in grads else torch.zeros_like(p)))
@@ -87,11 +88,17 @@ class Trainer:
     buffers of the same layout.
     """
 
+    def __new__(cls, model: Transformer, config: TrainConfig) -> Trainer:
+        if cls is Trainer and isinstance(config, TrainConfig) and config.parallel is not None:
+            from .parallel import ParallelTrainer
+
+            return super().__new__(ParallelTrainer)
+        return super().__new__(cls)
+
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         check_trainer(model, config)
-        check_one_device(config)
         self.model, self.config, self.updates, self.batches = model, config, 0, 0
-        self.flat = Flat.of(named(model))
+        self.flat = self._flatten()
         self.grads = self.flat.like()
         self.state = initial_state(config, self.flat)
         self._low: Tensor | None = None
@@ -105,7 +112,7 @@ class Trainer:
         self._leaves = {name: own[name] for name in self.flat.places}
         self._gradient_views = list(self.flat.views(self.grads).values())
         self.compiled = _wants_compiler(config, self.flat.data.device)
-        self._loss = torch.compile(_loss_sum) if self.compiled else _loss_sum
+        self._loss = torch.compile(loss_sum) if self.compiled else loss_sum
         self._saver = Saver()
 
     def step(self, batch: Batch) -> dict[str, Any]:
@@ -114,24 +121,44 @@ class Trainer:
         config, arrays, t = self.config, _arrays(batch), self.updates + 1
         check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
         check_accumulation(len(arrays["tokens"]), config.accumulate)
-        counted, lr = _counted(arrays), learning_rate(config, t)
+        counted, lr = counted_targets(arrays), learning_rate(config, t)
         with _matmul_precision(config):
             mean = self._gradients(arrays, t, max(counted, 1))
-            loss, norm = torch.stack([mean, global_norm(self.grads)]).tolist()
+            loss, norm = torch.stack([mean, self._norm(self.grads)]).tolist()
         report = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": counted}
         if not np.isfinite(norm):
-            names = list(not_finite(self.flat, self.grads))
+            names = self._not_finite()
             if names:
                 return self._refuse(report, names)
             # Every gradient is finite and only their squares are not.
-            report["grad_norm"] = norm = float(torch.linalg.vector_norm(self.grads, dtype=torch.float64))
+            report["grad_norm"] = norm = float(self._norm(self.grads.double()))
         clip(self.grads, norm, config.clip_norm)
         update(config, self.flat, self.grads, self.state, t=t, lr=lr)
+        self._publish()
         self.updates, self.batches = t, self.batches + 1
         self._good += 1
         if config.precision == "float16" and self._good == GROWTH_STEPS:
             self.loss_scale, self._good = 2.0 * self.loss_scale, 0
         return report
+
+    # What a trainer on several devices does otherwise (parallel.ParallelTrainer).
+
+    def _flatten(self) -> Flat:
+        """The parameters of this process, moved into one buffer."""
+        return Flat.of(named(self.model))
+
+    def _differentiate(self, loss: Tensor) -> list[Tensor]:
+        """The gradients of this process, in the order of the buffer."""
+        return _differentiate(loss, self._leaves.values())
+
+    def _norm(self, grads: Tensor) -> Tensor:
+        return global_norm(grads)
+
+    def _not_finite(self) -> list[str]:
+        return list(not_finite(self.flat, self.grads))
+
+    def _publish(self) -> None:
+        """Bring the new parameters to where the model has them: on one device they are there."""
 
     def _refuse(self, report: dict[str, Any], names: list[str]) -> dict[str, Any]:
         """Leave an update out: a float16 overflow halves the loss scale, else the configuration decides."""
@@ -148,21 +175,25 @@ class Trainer:
 
     def _gradients(self, arrays: dict[str, np.ndarray], t: int, counted: int) -> Tensor:
         """The mean loss, not yet read, with the mean's gradients in `self.grads`, over all micro-batches."""
-        config, device = self.config, self.flat.data.device
-        each = len(arrays["tokens"]) // config.accumulate
-        root = fold_in(key(config.seed).to(device), t) if self.model.config.dropout else None
-        mean = torch.zeros((), dtype=self.grads.dtype, device=device)
+        each, device = len(arrays["tokens"]) // self.config.accumulate, self.flat.data.device
+        root = fold_in(key(self.config.seed).to(device), t) if self.model.config.dropout else None
+        parts = (
+            {name: rows_of(name, x, slice(m * each, (m + 1) * each)) for name, x in arrays.items()}
+            for m in range(self.config.accumulate)
+        )
+        return self.accumulate((tensors(part, device) for part in parts), root, counted)
+
+    def accumulate(self, parts: Iterable[Tensors], root: Tensor | None, counted: int) -> Tensor:
+        """`_gradients` of micro-batches that are on the device: nothing here is read on the host."""
+        config = self.config
+        mean = torch.zeros((), dtype=self.grads.dtype, device=self.flat.data.device)
         with _mode(self.model, True), _remat(self.model, config.remat):
             target = self._module()
-            for m in range(config.accumulate):
-                part = {name: _rows(name, x, slice(m * each, (m + 1) * each)) for name, x in arrays.items()}
+            for m, part in enumerate(parts):
                 loss = self._loss(
-                    target, *_tensors(part, device), None if root is None else fold_in(root, m),
-                    config.label_smoothing, config.z_loss,
+                    target, *part, None if root is None else fold_in(root, m), config.label_smoothing, config.z_loss
                 ) / counted  # fmt: skip
-                grads = _differentiate(
-                    loss if self.loss_scale == 1.0 else loss * self.loss_scale, self._leaves.values()
-                )
+                grads = self._differentiate(loss if self.loss_scale == 1.0 else loss * self.loss_scale)
                 if m == 0:
                     torch._foreach_copy_(self._gradient_views, grads)
                 else:
@@ -178,7 +209,7 @@ class Trainer:
             return self.model
         with torch.no_grad():
             self._low.copy_(self.flat.data)
-        return _Cast(self.model, self._leaves)
+        return Cast(self.model, self._leaves)
 
     def fit(self, batches: Iterable[Batch], steps: int | None = None, progress: bool = True) -> list[dict[str, Any]]:
         """A step for each batch, until `steps` of them, or without a number until update `config.steps`."""
@@ -205,8 +236,8 @@ class Trainer:
             for batch in batches:
                 arrays = _arrays(batch)
                 check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
-                total += float(_loss_sum(target, *_tensors(arrays, device), None, 0.0, 0.0))
-                counted += _counted(arrays)
+                total += float(loss_sum(target, *tensors(arrays, device), None, 0.0, 0.0))
+                counted += counted_targets(arrays)
         return {"loss": total / max(counted, 1), "tokens": counted}
 
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
@@ -219,33 +250,43 @@ class Trainer:
             slot: {name: to_numpy(turn(self.model, name, x)) for name, x in self.flat.views(buffer).items()}
             for slot, buffer in self.state.items()
         }
-        return self._saver.save(
-            path, background=background, step=self.updates, params=get_params(self.model), state=state,
-            config=self.model.config, train_config=self.config,
-            extra={
-                "backend": "backend_torch", "batches": self.batches,
-                "loss_scale": self.loss_scale, "loss_scale_steps": self._good,
-            },
-        )  # fmt: skip
+        return self._saver.save(path, background=background, **self._snapshot(get_params(self.model), state))
 
     def wait(self) -> None:
         """Return once the save in the background is on the disk; raise what it failed with."""
         self._saver.wait()
 
+    def _snapshot(self, params: dict[str, np.ndarray], state: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
+        """What a checkpoint holds, given the arrays. It has no layout."""
+        extra = {
+            "backend": "backend_torch", "batches": self.batches, "loss_scale": self.loss_scale,
+            "loss_scale_steps": self._good,
+        }  # fmt: skip
+        return {"step": self.updates, "params": params, "state": state, "config": self.model.config,
+                "train_config": self.config.replace(parallel=None), "extra": extra}  # fmt: skip
+
+    def _fill(self, slot: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copy what was stored into a slot of the optimiser."""
+        for name, view in self.flat.views(self.state[slot]).items():
+            view.copy_(turn(self.model, name, from_numpy(arrays[name])))
+
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Trainer:
-        """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named."""
+    def load(
+        cls, path: str | os.PathLike[str], *, device: Any = None, parallel: dict[str, int] | None = None
+    ) -> Trainer:
+        """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named.
+
+        How it is laid out over devices is said here; a checkpoint has no layout.
+        """
         found = read_checkpoint(path)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)
-        trainer = cls(model, found.train_config)
+        trainer = cls(model, found.train_config.replace(parallel=parallel))
         expected = {name: (tuple(x.shape), x.dtype.name) for name, x in found.params.items()}
         for slot in trainer.state:
             check_params(expected, found.state.get(slot, {}))
-        for slot, buffer in trainer.state.items():
-            for name, view in trainer.flat.views(buffer).items():
-                view.copy_(turn(model, name, from_numpy(found.state[slot][name])))
+            trainer._fill(slot, found.state[slot])
         trainer.updates, trainer._saver = found.step, Saver(found.path)
         trainer.batches = int(found.extra.get("batches", found.step))
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
@@ -253,7 +294,7 @@ class Trainer:
         return trainer
 
 
-class _Cast:
+class Cast:
     """A model that is called with other tensors in its parameters' place."""
 
     def __init__(self, model: Transformer, tensors: dict[str, Tensor]) -> None:
@@ -263,7 +304,7 @@ class _Cast:
         return torch.func.functional_call(self.model, self.tensors, (tokens,), arguments)
 
 
-def _loss_sum(
+def loss_sum(
     model: Any,
     tokens: Tensor,
     targets: Tensor,
@@ -290,18 +331,18 @@ def _arrays(batch: Any) -> Any:
     return {name: to_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for name, x in batch.items()}
 
 
-def _tensors(arrays: dict[str, np.ndarray], device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor], bool]:
-    """Tokens, targets, what the model is called with besides, and whether every target is counted."""
+def tensors(arrays: dict[str, np.ndarray], device: torch.device) -> Tensors:
+    """A batch on its device."""
     moved = {name: from_numpy(x, device=device) for name, x in arrays.items()}
     call = {CALL[name]: x for name, x in moved.items() if name in CALL}
     return moved["tokens"], moved["targets"], call, bool((arrays["targets"] != IGNORED).all())
 
 
-def _counted(arrays: dict[str, np.ndarray]) -> int:
+def counted_targets(arrays: dict[str, np.ndarray]) -> int:
     return int(np.count_nonzero(arrays["targets"] != IGNORED))
 
 
-def _rows(name: str, x: np.ndarray, rows: slice) -> np.ndarray:
+def rows_of(name: str, x: np.ndarray, rows: Any) -> np.ndarray:
     """A micro-batch's part of a field; positions (T,) belong to every row."""
     return x if name == "positions" and x.ndim == 1 else x[rows]
 

@@ -26,6 +26,7 @@ VERBS = {
     "peers": "what others wrote, judged feature by feature",
     "vectors": "cases as plain files, for implementations in any language: write, check",
     "race": "training speed of the frameworks, side by side",
+    "devices": "what compiles and lowers for which device; on a machine that has one, the suite and the race on it",
     "lab": "the course's claims, each measured: table, picture, held or not",
     "maps": "attention maps of a model on a text, as pictures",
     "demo": "conformance, training and a race in one HTML report",

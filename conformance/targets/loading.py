@@ -61,7 +61,7 @@ def wrap(found: Any, name: str) -> Target:
     if framework == "torch":
         from .torch_target import TorchTarget
 
-        return TorchTarget(found, name)
+        return TorchTarget(found, name, os.environ.get("CONFORMANCE_DEVICE", "cpu"))
     if framework == "jax":
         from .jax_target import JaxTarget
 

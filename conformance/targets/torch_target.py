@@ -18,6 +18,8 @@ class TorchTarget(Target):
     def __init__(self, module: Any, name: str, device: str = "cpu") -> None:
         super().__init__(module, name)
         self.device = torch.device(device)
+        if self.device.type != "cpu":
+            torch.set_default_device(self.device)  # where modules, keys and caches are made that are told nothing
 
     def kernels(self) -> list[str]:
         # FlexAttention's backward exists on CUDA alone; elsewhere it would only say so, every time.

@@ -281,7 +281,7 @@ def test_batches_may_be_tensors_and_targets_are_checked_on_the_host():
 
 def test_a_trainer_refuses_what_it_does_not_do():
     model = B.Transformer(C.ModelConfig(**CONFIG))
-    with pytest.raises(ValueError, match=r"config\.parallel must be None"):
+    with pytest.raises(ValueError, match=r"config\.parallel needs the processes that torchrun starts"):
         B.Trainer(model, C.TrainConfig(parallel={"data": 2}))
     with pytest.raises(TypeError, match="model must have dtype float64"):
         B.Trainer(model, C.TrainConfig(precision="float64"))

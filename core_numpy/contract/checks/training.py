@@ -85,12 +85,6 @@ def check_eager(config: TrainConfig) -> None:
         raise ValueError(f"config.parallel must be None: NumPy has one device; got {config.parallel!r}")
 
 
-def check_one_device(config: TrainConfig) -> None:
-    """What a trainer refuses that runs on one device."""
-    if config.parallel is not None:
-        raise ValueError(f"config.parallel must be None: this trainer runs on one device; got {config.parallel!r}")
-
-
 def check_batches(batches: Any) -> None:
     """`fit` and `evaluate` take an iterable of batches, not one batch."""
     if isinstance(batches, dict) or not hasattr(batches, "__iter__"):

@@ -1,0 +1,158 @@
+"""Training on several devices, of one process or of many. What the axes mean: core_numpy.contract.parallel.
+
+Native: parameters, moments and batches are arrays spread over a `Mesh` by `NamedSharding`s, and the compiled update is
+the one of a single device: XLA puts the communication in. So random numbers, means and norms are those of the whole
+batch by themselves. One process with many devices needs nothing else; many processes call
+`jax.distributed.initialize` first (or `join`), and each is given the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core_numpy.contract import __version__
+from core_numpy.contract.checkpoints import checkpoint_path
+from core_numpy.contract.config import ModelConfig, TrainConfig
+from core_numpy.contract.parallel import AXES, Layout, check_alike, check_layout, check_parallel_batch
+
+from . import place
+from .arrays import to_numpy
+from .model import Transformer
+from .training import Program, Trainer
+
+# Which axis of a parameter lies over the tensor axis: what is by heads or by hidden features.
+TENSOR_AXIS = {
+    "query.weight": 1, "key.weight": 1, "value.weight": 1, "output.weight": 0, "query.bias": 0, "key.bias": 0,
+    "value.bias": 0, "sinks": 0, "up.weight": 1, "gate.weight": 1, "down.weight": 0, "up.bias": 0, "gate.bias": 0,
+}  # fmt: skip
+
+
+# What lies over the context axis; lengths and segments are those of whole rows.
+RINGED = ("tokens", "targets", "positions")
+
+
+def make_mesh(layout: Layout, devices: list[Any] | None = None) -> Mesh:
+    """The devices in the order of the layout's axes; by default all that JAX has, of all processes."""
+    found = jax.devices() if devices is None else devices
+    return Mesh(np.array(found).reshape(layout.sizes), AXES)
+
+
+def specification(name: str, shape: tuple[int, ...], layout: Layout) -> PartitionSpec:
+    """How a parameter is spread: heads and hidden features over tensor, and the longest other axis over fsdp.
+
+    A parameter that fsdp does not divide (a few numbers) is whole on every device.
+    """
+    axes: list[str | None] = [None] * len(shape)
+    if layout.tensor > 1:
+        for ending, axis in TENSOR_AXIS.items():
+            if name.endswith(f".{ending}"):
+                axes[axis] = "tensor"
+    if layout.fsdp > 1:
+        free = [i for i, size in enumerate(shape) if axes[i] is None and size % layout.fsdp == 0 and size]
+        if free:
+            axes[max(free, key=lambda i: shape[i])] = "fsdp"
+    return PartitionSpec(*axes)
+
+
+def batch_specification(name: str, ndim: int, ring: bool) -> PartitionSpec:
+    """Rows over data and fsdp together, with a ring columns over context; positions (T,) belong to every row."""
+    rows = () if name == "positions" and ndim == 1 else (place.ROWS,)
+    return PartitionSpec(*rows, *(("context",) if ring and name in RINGED else ()))
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A global array of a host array that every process has, each device getting its part alone."""
+    host = to_numpy(x) if isinstance(x, jax.Array) else np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def facts(config: ModelConfig, train: TrainConfig) -> dict[str, Any]:
+    """What all processes must have alike."""
+    return {
+        "version of attention-conformance": __version__,
+        "version of JAX": jax.__version__,
+        "version of Flax": flax.__version__,
+        "version of Python": platform.python_version(),
+        "ModelConfig": config.to_dict(),
+        "TrainConfig": train.to_dict(),
+    }
+
+
+def compare(own: Mapping[str, Any]) -> None:
+    """Refuse to go on where processes differ in what they are about to compute."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(own, sort_keys=True).encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.array(len(text))).max())
+    said = multihost_utils.process_allgather(np.pad(text, (0, longest - len(text)), constant_values=ord(" ")))
+    check_alike({rank: json.loads(row.tobytes()) for rank, row in enumerate(said)}, jax.process_index())
+
+
+class ParallelTrainer(Trainer):
+    """What `Trainer` is where `config.parallel` asks for several devices. Every process makes it, and every call."""
+
+    def __init__(self, model: Transformer, config: TrainConfig) -> None:
+        self.layout = Layout.of(config.parallel)
+        compare(facts(model.config, config))
+        check_layout(self.layout, model.config, config, jax.device_count(), "devices")
+        self.mesh = make_mesh(self.layout)
+        super().__init__(model, config)
+
+    def step(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """As on one device, on the same whole batch in every process."""
+        if isinstance(batch, Mapping) and hasattr(batch.get("tokens"), "shape"):
+            check_parallel_batch(self.layout, self.model.config, batch, self.config.accumulate)
+        with place.spread_over(self.mesh, self.model.config.is_causal):
+            return super().step(batch)
+
+    def evaluate(self, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """As on one device, on the same whole batches in every process."""
+        with place.spread_over(self.mesh, self.model.config.is_causal):
+            return super().evaluate(batches)
+
+    def _spread(self, params: dict[str, Any]) -> dict[str, jax.Array]:
+        return {name: put(x, self._sharding(name, x.shape)) for name, x in params.items()}
+
+    def _sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, specification(name, shape, self.layout))
+
+    def _compile(self) -> Program:
+        shardings = {name: self._sharding(name, p.shape) for name, p in self._params.items()}
+        return Program(nnx.split(self.model)[0], self.config, self.model.config.dropout > 0.0, shardings)
+
+    def _arrays(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
+        arrays = {name: np.asarray(x) for name, x in batch.items()}
+        layout, (rows, length) = self.layout, arrays["tokens"].shape
+        if rows % layout.parts:  # an evaluation's last batch, say: whole on every device
+            return {name: put(x, NamedSharding(self.mesh, PartitionSpec())) for name, x in arrays.items()}
+        ring = place.rings(layout, rows, length, self.model.config.is_causal)
+        if ring:
+            order = place.columns_of(layout, length, self.model.config.is_causal)
+            arrays |= {name: arrays[name][..., order] for name in RINGED if name in arrays}
+        specs = {name: batch_specification(name, x.ndim, ring) for name, x in arrays.items()}
+        return {name: put(x, NamedSharding(self.mesh, specs[name])) for name, x in arrays.items()}
+
+    def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
+        """As on one device; the first process writes what all of them hold."""
+        snapshot = self._snapshot()
+        written = checkpoint_path(path, self.updates)
+        if jax.process_index() == 0:
+            written = self._saver.save(path, background=background, **snapshot)
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices(str(written))
+        return written

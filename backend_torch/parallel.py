@@ -1,0 +1,395 @@
+"""Training on several processes, one device each. What the axes mean: core_numpy.contract.parallel.
+
+Native: `torchrun` starts the processes and `torch.distributed` connects them (gloo on CPUs, NCCL on GPUs). The tensor
+axis is DTensor's column- and row-wise plans over heads and hidden features, the fsdp axis is `fully_shard` block by
+block. What every process holds of parameters, gradients and moments lies in one flat buffer, as on one device.
+Every process is given the whole batch and takes its part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from core_numpy.contract import __version__
+from core_numpy.contract.checkpoints import checkpoint_path
+from core_numpy.contract.config import ModelConfig, TrainConfig
+from core_numpy.contract.parallel import (
+    AXES,
+    Layout,
+    check_alike,
+    check_layout,
+    check_parallel_batch,
+    check_present,
+)
+
+from . import place
+from .arrays import to_numpy
+from .block import Block, MultiHeadAttention
+from .initial import turn
+from .model import Transformer, named, set_params
+from .optimizer import Flat, not_finite
+from .place import Part, placed
+from .ring import Ring
+from .training import Cast, Trainer, rows_of
+
+# A process that has not come, or not answered, for so long is missing. The slowest honest one imports torch.
+TIMEOUT = 60.0
+# A head's own numbers, used by the process that has the head: elsewhere their gradients are 0 and have to be added.
+BY_HEAD = ("sinks", "query_norm.weight", "key_norm.weight", "relative.weight")
+
+
+class Group:
+    """The processes of a run and their mesh; `part` and `reduce` are all that the trainer asks of it."""
+
+    def __init__(self, model: Transformer, config: TrainConfig) -> None:
+        self.layout, self.device = Layout.of(config.parallel), next(model.parameters()).device
+        connect(facts(model, config), self.device)
+        check_layout(self.layout, model.config, config, dist.get_world_size(), "processes")
+        self.rank = dist.get_rank()
+        self.mesh = init_device_mesh(self.device.type, self.layout.sizes, mesh_dim_names=AXES)
+        self.place = self.layout.place(self.rank)
+
+    @property
+    def row_part(self) -> int:
+        """Which part of a micro-batch's rows is here."""
+        return self.place["data"] * self.layout.fsdp + self.place["fsdp"]
+
+    def sum(self, x: Tensor, *axes: str) -> Tensor:
+        """x, summed in place over the processes of some axes."""
+        for axis in axes:
+            if getattr(self.layout, axis) > 1:
+                dist.all_reduce(x, group=self.mesh[axis].get_group())
+        return x
+
+    def ring(self, config: ModelConfig, length: int, lengths: Tensor | None, segments: Tensor | None) -> Ring:
+        """The processes that share the positions of the rows here."""
+        return Ring(
+            self.mesh["context"].get_group(), self.place["context"], self.layout.context, length, config.is_causal,
+            lengths, segments,
+        )  # fmt: skip
+
+    def part(self, model: Transformer, rows: int) -> Part:
+        """What of a micro-batch is computed here, `rows` rows being here."""
+        config, tensor = model.config, self.layout.tensor
+        here = config.heads // tensor
+        return Part(
+            first_row=self.row_part * rows, head=self.place["tensor"] * here,
+            heads=config.heads if tensor > 1 else None,
+        )  # fmt: skip
+
+
+def facts(model: Transformer, config: TrainConfig) -> dict[str, Any]:
+    """What all processes must have alike."""
+    return {
+        "version of attention-conformance": __version__,
+        "version of torch": str(torch.__version__),
+        "version of Python": platform.python_version(),
+        "ModelConfig": model.config.to_dict(),
+        "TrainConfig": config.to_dict(),
+        "device": next(model.parameters()).device.type,
+    }
+
+
+def connect(own: Mapping[str, Any], device: torch.device, timeout: float = TIMEOUT) -> None:
+    """Join the processes that torchrun started: wait for each, compare what they say of themselves, connect.
+
+    A group that is there already is used; its processes are compared as well.
+    """
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "config.parallel needs the processes that torchrun starts: torchrun --nproc-per-node N script.py"
+            )
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _store(rank, count, timeout)
+        _compare(dist.PrefixStore("facts", store), own, rank, count, timeout)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=count,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+        return
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, json.dumps(own))
+    check_alike({rank: json.loads(text) for rank, text in enumerate(said)}, dist.get_rank())
+
+
+def _store(rank: int, count: int, timeout: float) -> Any:
+    """Where processes leave word for one another. torch's own rendezvous waits here, and cannot say for whom."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, rank == 0 and not agent,
+            timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except dist.DistError:
+        check_present([0], count, timeout)
+        raise
+    # After a restart by torchrun nobody may read what an earlier attempt said.
+    return dist.PrefixStore(f"attention-conformance/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _compare(store: Any, own: Mapping[str, Any], rank: int, count: int, timeout: float) -> None:
+    store.set(f"{rank}", json.dumps(own))
+    missing = []
+    for other in range(count):
+        try:
+            store.wait([f"{other}"], timedelta(seconds=0.5 if missing else timeout))
+        except RuntimeError:
+            missing.append(other)
+    check_present(missing, count, timeout)
+    check_alike({other: json.loads(store.get(f"{other}")) for other in range(count)}, rank)
+
+
+def spread(model: Transformer, config: TrainConfig, group: Group) -> None:
+    """Spread a model's parameters over the tensor and fsdp axes, in place."""
+    if group.layout.tensor > 1:
+        _spread_tensor(model, group)
+    if group.layout.fsdp > 1:
+        _spread_fsdp(model, config, group)
+
+
+def _spread_tensor(model: Transformer, group: Group) -> None:
+    mesh, heads = group.mesh["tensor"], model.config.heads // group.layout.tensor
+    first = group.place["tensor"] * heads
+    plan = {name: ColwiseParallel() for name in ("query", "key", "value")} | {"output": RowwiseParallel()}
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            parallelize_module(module, mesh, cast(Any, plan))
+            module.here = (first, first + heads)
+        elif isinstance(module, Block):
+            wide = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            if module.ffn.gate is not None:
+                wide["gate"] = ColwiseParallel()
+            parallelize_module(module.ffn, mesh, cast(Any, wide))
+
+
+def _spread_fsdp(model: Transformer, config: TrainConfig, group: Group) -> None:
+    half = config.precision in ("bfloat16", "float16")
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.precision) if half else None,
+        reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False,
+    )  # fmt: skip
+    options: dict[str, Any] = {"mesh": group.mesh["fsdp"], "mp_policy": policy}
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by all counted targets already: gradients are added, not averaged.
+            module.set_gradient_divide_factor(1.0)
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a parameter."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """The whole of a spread tensor, on every process that shares it; all of them must ask for it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """A tensor spread as a parameter is, of which this process holds `shard`."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def spread_over(parameter: Tensor) -> frozenset[str]:
+    """The axes over which a parameter is spread."""
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, parameter.placements, strict=True)
+    return frozenset(name for name, placement in pairs if isinstance(placement, Shard) or placement.is_shard())
+
+
+class ParallelTrainer(Trainer):
+    """What `Trainer` is where `config.parallel` asks for several devices. Every process makes it, and every call."""
+
+    def __init__(self, model: Transformer, config: TrainConfig) -> None:
+        self.group = Group(model, config)
+        spread(model, config, self.group)
+        self._spread = {name: spread_over(p) for name, p in named(model).items()}
+        super().__init__(model, config)
+        if self.group.layout.fsdp > 1:
+            self._low = None
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """As on one device, on the same whole batch in every process."""
+        if isinstance(batch, Mapping) and hasattr(batch.get("tokens"), "shape"):
+            check_parallel_batch(self.group.layout, self.model.config, batch, self.config.accumulate)
+        with self._answered():
+            return super().step(batch)
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, Any]:
+        """As on one device, on the same whole batches in every process."""
+        with self._answered():
+            return super().evaluate(batches)
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Say what a broken connection means: a collective's own words name sockets."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "c10d")):
+                raise
+            raise ConnectionError(
+                f"process {self.group.rank} of {self.group.layout.devices} waited for another one that has gone or did "
+                f"not answer within {TIMEOUT:g} s, at update {self.updates + 1}: start the run again from its last "
+                f"checkpoint ({text.splitlines()[0][:200]})"
+            ) from error
+
+    def _flatten(self) -> Flat:
+        own = named(self.model)
+        flat = Flat({name: local(p) for name, p in own.items()})
+        for name, view in flat.views(flat.data).items():
+            parameter = own[name]
+            view.copy_(local(parameter))
+            if self.group.layout.fsdp > 1:
+                continue  # fully_shard keeps its own memory
+            if isinstance(parameter, DTensor):
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), leaf, nn.Parameter(like(parameter, view)))
+            else:
+                parameter.data = view
+        return flat
+
+    def _publish(self) -> None:
+        if self.group.layout.fsdp > 1:
+            own = named(self.model)
+            with torch.no_grad():
+                for name, view in self.flat.views(self.flat.data).items():
+                    local(own[name]).copy_(view)
+
+    def _gradients(self, arrays: dict[str, np.ndarray], t: int, counted: int) -> Tensor:
+        each = len(arrays["tokens"]) // self.config.accumulate // self.group.layout.parts
+        # Micro-batch m has the same rows as on one device; of those the part of this process is taken.
+        chosen = np.concatenate(
+            [
+                np.arange(each) + (m * self.group.layout.parts + self.group.row_part) * each
+                for m in range(self.config.accumulate)
+            ]
+        )
+        mine = {name: rows_of(name, x, chosen) for name, x in arrays.items()}
+        self._length = arrays["tokens"].shape[1]
+        if self.group.layout.context > 1:
+            columns = self.group.ring(self.model.config, self._length, None, None).positions().numpy()
+            mine |= {name: mine[name][..., columns] for name in ("tokens", "targets", "positions") if name in mine}
+        self._part = self.group.part(self.model, each)
+        with placed(self._part):
+            mean = super()._gradients(mine, t, counted)
+        for name, view in self.flat.views(self.grads).items():
+            if name.endswith(BY_HEAD) and "tensor" not in self._spread[name]:
+                self.group.sum(view, "tensor")
+        # fully_shard has added up over its own axis.
+        over = ("data", "context") if self.group.layout.fsdp > 1 else ("data", "fsdp", "context")
+        self.group.sum(self.grads, *over)
+        return self.group.sum(mean, "data", "fsdp", "context")
+
+    def _module(self) -> Any:
+        target = self._cast()
+        return target if place.part() is None or self.group.layout.context == 1 else self._ringed(target)
+
+    def _ringed(self, target: Any) -> Any:
+        """A call of the model with whole rows' lengths and segments, of which the positions here are computed."""
+
+        def call(tokens: Tensor, **arguments: Any) -> Tensor:
+            lengths, segments = arguments.pop("kv_lengths", None), arguments.pop("segments", None)
+            ring = self.group.ring(self.model.config, self._length, lengths, segments)
+            place.move(replace(self._part, ring=ring))
+            if self.model.config.positions in ("learned", "sinusoidal", "rotary"):
+                arguments.setdefault("positions", ring.positions(tokens.device))
+            return target(tokens, **arguments)
+
+        return call
+
+    def _cast(self) -> Any:
+        if self._low is None:
+            return self.model
+        with torch.no_grad():
+            self._low.copy_(self.flat.data)
+        own = named(self.model)
+        return Cast(self.model, {name: like(own[name], leaf) for name, leaf in self._leaves.items()})
+
+    def _differentiate(self, loss: Tensor) -> list[Tensor]:
+        if self.group.layout.fsdp == 1:
+            leaves = self._leaves if self._low is not None else named(self.model)
+            found = torch.autograd.grad(
+                loss, [leaves[name] for name in self.flat.places], allow_unused=True, materialize_grads=True
+            )
+            return [local(g) for g in found]
+        loss.backward()
+        own = named(self.model)
+        grads = []
+        for name, view in self.flat.views(self.grads).items():
+            grad = own[name].grad
+            grads.append(torch.zeros_like(view) if grad is None else local(grad).to(view.dtype))
+            own[name].grad = None
+        return grads
+
+    def _norm(self, grads: Tensor) -> Tensor:
+        """Of all processes' gradients together; what several of them hold alike counts once."""
+        total = grads.new_zeros(())
+        for name, view in self.flat.views(grads).items():
+            square = torch.linalg.vector_norm(view).square() if view.numel() else grads.new_zeros(())
+            total += square if "tensor" in self._spread[name] else square / self.group.layout.tensor
+        return self.group.sum(total, "fsdp", "tensor").sqrt()
+
+    def _not_finite(self) -> list[str]:
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, list(not_finite(self.flat, self.grads)))
+        found = {name for names in said for name in names}
+        return [name for name in self.model.names if name in found]  # type: ignore[union-attr]
+
+    def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
+        """As on one device; the first process writes what all of them hold."""
+        own = named(self.model)
+        arrays = {
+            slot: {
+                name: to_numpy(turn(self.model, name, whole(like(own[name], view))))
+                for name, view in self.flat.views(buffer).items()
+            }
+            for slot, buffer in {"": self.flat.data, **self.state}.items()
+        }
+        params = arrays.pop("")
+        snapshot = self._snapshot({name: params[name] for name in own}, arrays)
+        written = checkpoint_path(path, self.updates)
+        if self.group.rank == 0:
+            written = self._saver.save(path, background=background, **snapshot)
+        dist.barrier()
+        return written
+
+    def _fill(self, slot: str, arrays: Mapping[str, np.ndarray]) -> None:
+        # Spread as the parameters are, by what spreads the parameters.
+        other = Transformer(self.model.config, dtype=self.model.dtype, device=self.group.device)
+        set_params(other, dict(arrays))
+        spread(other, self.config, self.group)
+        own = named(other)
+        for name, view in self.flat.views(self.state[slot]).items():
+            view.copy_(local(own[name]))

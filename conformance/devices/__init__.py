@@ -1,0 +1,83 @@
+"""What compiles, lowers and runs for which device; on a machine that has one, the suite and the race on it.
+
+A machine without a device proves that programs are built for it, shard and fit. It proves no numbers: the report
+says "lowered" and "compiled for", never "passed on".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was tried. status: "ok", "failed", or "absent" where something that it needs is not here."""
+
+    program: str
+    target: str
+    check: str
+    status: str
+    detail: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m conformance devices`: 0 where nothing failed, 1 where something did."""
+    parser = argparse.ArgumentParser(
+        prog="conformance devices",
+        description="What compiles and lowers for which device; on a machine that has one, the suite and the race.",
+        epilog="example: conformance devices --aot --json devices.json",
+    )
+    parser.add_argument("--aot", action="store_true", help="compile in full for a TPU v5e and an H200 (extra [aot])")
+    parser.add_argument(
+        "--on", metavar="DEVICE", help="run the suite and the race on this device (cuda, tpu, cpu); default: one found"
+    )
+    parser.add_argument("--no-run", action="store_true", help="leave a device that is here alone")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(argv)
+    from . import here, table
+
+    rows: list[Row] = []
+    for row in _rows(options.aot):
+        rows.append(row)
+        table.say(row)
+    document: dict[str, Any] = {"schema": SCHEMA, "environment": here.environment()}
+    device = None if options.no_run else options.on or here.found()
+    if device is not None:
+        document["on"] = here.run(device, say=lambda text: print(text, file=sys.stderr, flush=True))
+    document["rows"] = [asdict(row) for row in rows]
+    table.show(rows, document.get("on"))
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    failed = any(row.status == "failed" for row in rows) or document.get("on", {}).get("failed", False)
+    return int(failed)
+
+
+def _rows(aot: bool) -> Iterator[Row]:
+    import importlib.util
+
+    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("flax") is None:
+        yield Row("jax.export", "tpu, cuda, rocm", "lowered", "absent", "jax is not installed")
+    else:
+        from . import lowering
+
+        yield from lowering.rows()
+    if importlib.util.find_spec("torch") is None:
+        yield Row("train step", "meta", "ran", "absent", "torch is not installed")
+    else:
+        from . import meta
+
+        yield from meta.rows()
+    if aot:
+        from . import aot as compiling
+
+        yield from compiling.rows()

@@ -1,0 +1,47 @@
+"""One process of a torch run on several: `torchrun ... parallel_torch.py OUT JOB...`; the first writes what came out.
+
+A job is JSON: {"model", "parallel", "steps", and more of the TrainConfig}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallel_cases import apart, batches, config_of, train_of
+
+import backend_torch as B
+
+
+def train(parallel: dict[str, int] | None, model: str, steps: int, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
+    config = train_of(parallel, **more)
+    dtype = "float64" if config.precision == "float64" else "float32"
+    trainer = B.Trainer(B.Transformer(config_of(model), seed=3, dtype=dtype), config)
+    return trainer, [trainer.step(batch) for batch in batches(steps)]
+
+
+def compared(parallel: dict[str, int], model: str = "plain", steps: int = 20, **more: Any) -> dict[str, Any]:
+    """How far a run on several processes is from one on one."""
+    alone, want = train(None, model, steps, **more)
+    trainer, got = train(parallel, model, steps, **more)
+    keys = ("loss", "grad_norm")
+    reports = max(abs(a[k] / b[k] - 1.0) for a, b in zip(got, want, strict=True) for k in keys)
+    params = apart(B.get_params(alone.model), B.get_params(trainer.model))
+    counts = [(a["tokens"], a["lr"]) for a in got] == [(b["tokens"], b["lr"]) for b in want]
+    return {"parallel": parallel, "model": model, "reports": reports, "params": params, "counts": counts}
+
+
+def main(out: str, jobs: list[str]) -> None:
+    torch.set_num_threads(1)
+    found = [compared(**json.loads(job)) for job in jobs]
+    if dist.get_rank() == 0:
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

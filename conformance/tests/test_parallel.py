@@ -1,0 +1,86 @@
+"""Layouts over devices: what is refused, with which words, before the first step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import core_numpy as C
+from core_numpy.contract import parallel as P
+
+MODEL = C.ModelConfig(vocab=11, width=12, heads=6, kv_heads=3, hidden=9, layers=1, max_length=16)
+
+
+def refused(parallel, devices=None, model=MODEL, **train):
+    layout = P.Layout.of(parallel)
+    train = {"batch": 12, **train}
+    P.check_layout(layout, model, C.TrainConfig(parallel=parallel, **train), devices or layout.devices, "processes")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more", "words"),
+    [
+        ({"data": 2, "fsdp": 2}, {"devices": 3}, r"number of processes \(3\); {\"data\": 2, \"fsdp\": 2} needs 4"),
+        ({"tensor": 4}, {}, r"heads must be a multiple of the tensor axis \(4\).*got 6"),
+        ({"tensor": 2}, {}, r"kv_heads must be a multiple of the tensor axis \(2\).*got 3"),
+        ({"tensor": 3}, {"model": MODEL.replace(hidden=10)}, r"hidden must be a multiple of the tensor axis.*got 10"),
+        ({"data": 5}, {}, r"batch / accumulate must be a multiple of data x fsdp \(5\).*got 12 / 1 = 12"),
+        ({"data": 4}, {"accumulate": 6}, r"got 12 / 6 = 2"),
+        ({"context": 2}, {"model": MODEL.replace(kind="encoder_decoder")}, "context axis must be 1 for an encoder-dec"),
+        ({"context": 2}, {"model": MODEL.replace(head="classifier", classes=3)}, "context axis must be 1 for a class"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_the_number_that_is_wrong(parallel, more, words):
+    with pytest.raises(ValueError, match=words):
+        refused(parallel, **more)
+
+
+def test_layouts_that_fit_are_taken():
+    refused({"data": 2, "fsdp": 3, "tensor": 3, "context": 2})
+    refused({"data": 3}, accumulate=4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shape", "words"),
+    [
+        ({"data": 2}, (3, 4), r"multiple of accumulate x data x fsdp \(2\) rows; got 3"),
+        ({"context": 2}, (2, 6), r"a multiple of 4, the pieces that 2 devices of the context axis share; got 6"),
+    ],
+)
+def test_a_batch_that_cannot_be_dealt_out_is_refused(parallel, shape, words):
+    with pytest.raises(ValueError, match=words):
+        P.check_parallel_batch(P.Layout.of(parallel), MODEL, {"tokens": np.zeros(shape, int)}, 1)
+
+
+def test_every_device_has_a_place_of_its_own_and_a_tensor_axis_is_of_neighbours():
+    layout = P.Layout(data=2, fsdp=3, context=2, tensor=4)
+    places = [layout.place(device) for device in range(layout.devices)]
+    assert len({tuple(place.items()) for place in places}) == 48
+    assert [place["tensor"] for place in places[:5]] == [0, 1, 2, 3, 0]
+    assert places[4] == {"data": 0, "fsdp": 0, "context": 1, "tensor": 0}
+
+
+def test_early_and_late_pieces_are_paired_so_that_causal_work_is_even():
+    pieces = [P.pieces_of(place, 4, causal=True) for place in range(4)]
+    assert sorted(sum(pieces, ())) == list(range(8))
+    assert {sum(pair) for pair in pieces} == {7}
+    assert [P.pieces_of(place, 3, causal=False) for place in range(3)] == [(0,), (1,), (2,)]
+
+
+def test_a_process_with_another_configuration_or_version_is_named():
+    alike = {"version of torch": "2.13", "TrainConfig": {"lr": 1.0}}
+    P.check_alike({0: alike, 1: dict(alike)}, 0)
+    with pytest.raises(ValueError, match=r"same version of torch: process 2 has '2.11', process 1 has '2.13'"):
+        P.check_alike({0: alike, 1: alike, 2: {**alike, "version of torch": "2.11"}}, 1)
+
+
+def test_processes_that_have_not_come_are_named():
+    P.check_present([], 4, 60)
+    with pytest.raises(TimeoutError, match="process 1, 3 of 4 has not come within 60 s"):
+        P.check_present([1, 3], 4, 60)
+
+
+@pytest.mark.parametrize("parallel", [{"rows": 2}, {"data": 0}, {"data": True}, {"data": 1.5}])
+def test_axes_that_do_not_exist_and_sizes_that_are_none_are_refused(parallel):
+    with pytest.raises(ValueError, match="axes are data, fsdp, tensor and context"):
+        C.TrainConfig(parallel=parallel)

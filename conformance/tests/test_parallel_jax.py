@@ -1,0 +1,84 @@
+"""JAX on several devices against JAX on one: the same losses, norms and parameters in every layout.
+
+Dropout, accumulation, clipping, z-loss, smoothing, an average, a schedule and ragged rows are on (parallel_cases).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+HERE = Path(__file__).parent
+# float64: as for torch (test_parallel_torch). Measured 1e-12 at most.
+TOLERANCE = 1e-10
+# Compiling is nearly all of the time here; what XLA leaves out changes sums in their last bits.
+FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+
+
+def command(devices: int, jobs: list[dict], out: Path) -> list[str]:
+    return [sys.executable, str(HERE / "parallel_jax.py"), str(out), str(devices), *map(json.dumps, jobs)]
+
+
+def run(devices: int, jobs: list[dict], tmp_path: Path) -> list[dict]:
+    """What the jobs gave on so many devices of one process."""
+    environment = {**os.environ, **FAST, "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        command(devices, jobs, tmp_path / "out.json"), env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def run_processes(count: int, devices: int, jobs: list[dict], tmp_path: Path) -> list[dict]:
+    """The same in `count` processes with `devices` devices each, connected by jax.distributed."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    environment = {**os.environ, **FAST, "PYTHONPATH": str(HERE.parents[1]), "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            command(devices, jobs, tmp_path / "out.json"),
+            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(count)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    words = [process.communicate(timeout=280)[1] for process in started]
+    assert all(process.returncode == 0 for process in started), words[0][-2000:] + words[-1][-2000:]
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def judge(found: list[dict], count: int) -> None:
+    assert len(found) == count
+    for row in found:
+        assert row["counts"], row
+        assert row["reports"] <= TOLERANCE and row["params"] <= TOLERANCE, row
+
+
+def test_two_devices_train_as_one(tmp_path):
+    judge(run(2, [{"parallel": {"fsdp": 2}, "model": "small", "steps": 2}], tmp_path), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["plain", "other"])
+def test_two_devices_train_as_one_for_twenty_steps(tmp_path, model):
+    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}]
+    judge(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 3)
+
+
+@pytest.mark.slow
+def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
+    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}]
+    judge(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 2)
+
+
+@pytest.mark.slow
+def test_two_processes_of_two_devices_train_as_one(tmp_path):
+    judge(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}}], tmp_path), 1)
