@@ -53,7 +53,7 @@ def commands(device: str, folder: Path) -> list[tuple[str, list[str]]]:
     size = "tiny" if device == "cpu" else "small"
     return [
         ("suite", [*python, "run", *targets, "--level", "quick", "--json", str(folder / "suite.json")]),
-        ("race", [*python, "race", "--size", size, "--contestants", ",".join(targets), "--rounds", "5",
+        ("race", [*python, "race", "--size", size, "--with", ",".join(targets), "--device", device, "--rounds", "5",
                   "--json", str(folder / "race.json")]),
     ]  # fmt: skip
 

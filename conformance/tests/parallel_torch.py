@@ -34,9 +34,22 @@ def compared(parallel: dict[str, int], model: str = "plain", steps: int = 20, **
     return {"parallel": parallel, "model": model, "reports": reports, "params": params, "counts": counts}
 
 
+def sent(parallel: dict[str, int], model: str = "small", **more: Any) -> dict[str, Any]:
+    """What one update sends, counted as it is sent."""
+    from conformance.devices.sent import Sent
+
+    trainer, _ = train(parallel, model, 1, **more)
+    with Sent() as counted:
+        trainer.step(batches(1)[0])
+    return {"parallel": parallel, "sent": counted.summed(), "buffer": trainer.flat.data.numel()}
+
+
 def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
-    found = [compared(**json.loads(job)) for job in jobs]
+    found = []
+    for job in map(json.loads, jobs):
+        work = {"compared": compared, "sent": sent}[job.pop("do", "compared")]
+        found.append(work(**job))
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -69,14 +69,14 @@ def test_two_devices_train_as_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["plain", "other"])
 def test_two_devices_train_as_one_for_twenty_steps(tmp_path, model):
-    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}]
-    judge(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 3)
+    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]
+    judge(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 4)
 
 
 @pytest.mark.slow
 def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
-    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}]
-    judge(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 2)
+    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}]
+    judge(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 3)
 
 
 @pytest.mark.slow

@@ -42,21 +42,21 @@ def judge(found: list[dict], count: int, tolerance: float = TOLERANCE) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path):
-    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}]
-    judge(run(2, [{"parallel": layout, "steps": 3} for layout in layouts], tmp_path), 3)
+    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]
+    judge(run(2, [{"parallel": layout, "steps": 2} for layout in layouts], tmp_path), 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["plain", "other"])
 def test_two_processes_train_as_one_for_twenty_steps(tmp_path, model):
-    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}]
-    judge(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 3)
+    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]
+    judge(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 4)
 
 
 @pytest.mark.slow
 def test_four_processes_train_as_one_for_twenty_steps(tmp_path):
-    layouts = [{"data": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}]
-    judge(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 3)
+    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 4}, {"context": 2, "tensor": 2}]
+    judge(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 4)
 
 
 @pytest.mark.slow
@@ -67,6 +67,31 @@ def test_bfloat16_and_other_optimisers_are_spread_too(tmp_path):
     judge(half, 2, tolerance=3e-2)
     jobs = [{"parallel": {"fsdp": 2}, "optimizer": "sgd"}, {"parallel": {"tensor": 2}, "optimizer": "sgd"}]
     judge(run(2, jobs, tmp_path), 2)
+
+
+def expected(parallel: dict) -> dict[str, int]:
+    """Kind -> bytes of one update of the small model, as the cost model counts them."""
+    from parallel_cases import config_of
+
+    from core_numpy.contract.communication import step_communication
+    from core_numpy.contract.parallel import Layout
+
+    table: dict[str, int] = {}
+    for m in step_communication(config_of("small"), Layout(**parallel), 8, 8, itemsize=8, master=8, accumulate=2):
+        table[m.kind] = table.get(m.kind, 0) + m.times * m.bytes
+    return table
+
+
+@pytest.mark.slow
+def test_what_torch_sends_is_what_the_cost_model_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]
+    for row in run(2, [{"do": "sent", "parallel": layout} for layout in layouts], tmp_path):
+        want, got = expected(row["parallel"]), {kind: found["bytes"] for kind, found in row["sent"].items()}
+        assert want.keys() == got.keys(), row
+        for kind, size in want.items():
+            # Buffers are filled up to whole vectors and equal shards: some hundred bytes of a model this small.
+            assert 0 <= got[kind] - size <= 0.03 * size, (row, kind, size)
 
 
 def free_port() -> int:
