@@ -6,7 +6,10 @@ A job is JSON: {"model", "parallel", "steps", and more of the TrainConfig}.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -44,11 +47,40 @@ def sent(parallel: dict[str, int], model: str = "small", **more: Any) -> dict[st
     return {"parallel": parallel, "sent": counted.summed(), "buffer": trainer.flat.data.numel()}
 
 
+def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str) -> dict[str, Any]:
+    """Five updates in one layout, a checkpoint, and three more in another, against eight on one process."""
+    alone, _ = train(None, "plain", 8)
+    trainer, _ = train(first, "plain", 5)
+    trainer.save(folder)
+    again = B.Trainer.load(folder, parallel=then)
+    for batch in batches(8)[5:]:
+        again.step(batch)
+    return {"params": apart(B.get_params(alone.model), B.get_params(again.model)), "updates": again.updates}
+
+
+def killed(parallel: dict[str, int], folder: str) -> dict[str, Any]:
+    """The last process kills itself in the fourth update; says how the others end, and after how long."""
+    trainer, _ = train(parallel, "plain", 2)
+    trainer.save(folder)
+    trainer.step(batches(3)[2])
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        trainer.step(batches(4)[3])
+    except ConnectionError as error:
+        said = str(error)
+    result = {"said": said, "seconds": time.monotonic() - began}
+    with open(os.path.join(folder, f"said-{dist.get_rank()}.json"), "w", encoding="utf-8") as file:
+        json.dump(result, file)
+    os._exit(0)  # a group with a dead process cannot be taken down in order
+
+
 def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     found = []
     for job in map(json.loads, jobs):
-        work = {"compared": compared, "sent": sent}[job.pop("do", "compared")]
+        work = {"compared": compared, "sent": sent, "resumed": resumed, "killed": killed}[job.pop("do", "compared")]
         found.append(work(**job))
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:

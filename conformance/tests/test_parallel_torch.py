@@ -107,3 +107,55 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(TimeoutError, match=r"process 1, 2 of 3 has not come within 1 s"):
         connect({}, torch.device("cpu"), timeout=1)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_in_another_layout_and_in_the_other_packages(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    jobs = [
+        {"do": "resumed", "first": {"fsdp": 2}, "then": {"tensor": 2}, "folder": str(folder)},
+        {"do": "resumed", "first": {"tensor": 2}, "then": {"fsdp": 2}, "folder": str(tmp_path / "other")},
+        {"do": "resumed", "first": {"data": 2}, "then": None, "folder": str(tmp_path / "one")},
+    ]
+    for row in run(2, jobs, tmp_path):
+        assert row["updates"] == 8 and row["params"] <= TOLERANCE
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import apart, batches
+
+    import core_numpy as C
+
+    reference = C.Trainer.load(folder)
+    assert reference.updates == 5 and reference.config.parallel is None
+    for batch in batches(8)[5:]:
+        reference.step(batch)
+    import backend_torch as B
+
+    alone = B.Trainer.load(folder)
+    for batch in batches(8)[5:]:
+        alone.step(batch)
+    assert apart(C.get_params(reference.model), B.get_params(alone.model)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"fsdp": 2}, {"context": 2}])
+def test_when_a_process_is_killed_the_others_say_so_inside_a_minute_and_the_checkpoint_resumes(tmp_path, parallel):
+    folder = tmp_path / "run"
+    job = json.dumps({"do": "killed", "parallel": parallel, "folder": str(folder)})
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "parallel_torch.py"), str(tmp_path / "out.json"), job],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "RANK": str(rank),
+                 "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    words = [process.communicate(timeout=280)[1] for process in started]
+    assert started[1].returncode == -9, words[1][-2000:]
+    said = json.loads((folder / "said-0.json").read_text())
+    assert said["seconds"] < 60
+    assert "process 0 of 2 waited for another one that has gone" in said["said"] and "at update 4" in said["said"]
+    import backend_torch as B
+
+    assert B.Trainer.load(folder).updates == 2
