@@ -127,7 +127,8 @@ class MultiHeadAttention(nn.Module):
         v = heads_of(self.value(source), config.value_size)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        sinks, bias = self.sinks, arguments.get("bias")
+        sinks: Tensor | None = self.sinks
+        bias = arguments.get("bias")
         if self.here is not None:
             sinks = None if sinks is None else sinks[slice(*self.here)]
             bias = bias if bias is None or bias.shape[1] == 1 else bias[:, slice(*self.here)]

@@ -147,7 +147,7 @@ def _store(rank: int, count: int, timeout: float) -> Any:
 
 def _compare(store: Any, own: Mapping[str, Any], rank: int, count: int, timeout: float) -> None:
     store.set(f"{rank}", json.dumps(own))
-    missing = []
+    missing: list[int] = []
     for other in range(count):
         try:
             store.wait([f"{other}"], timedelta(seconds=0.5 if missing else timeout))

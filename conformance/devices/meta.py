@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"kind": "encoder_decoder", "positions": "rotary"},
     "classifier": {"kind": "encoder", "head": "classifier", "classes": 5},
 }  # fmt: skip
-BASE = {"vocab": 61, "width": 32, "heads": 4, "layers": 2, "max_length": 64, "dropout": 0.1}
+BASE: dict[str, Any] = {"vocab": 61, "width": 32, "heads": 4, "layers": 2, "max_length": 64, "dropout": 0.1}
 TRAIN = TrainConfig(batch=4, accumulate=2, clip_norm=1.0, ema=0.9, z_loss=1e-4, label_smoothing=0.1)
 
 

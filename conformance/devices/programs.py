@@ -37,7 +37,7 @@ class Item:
     """A program: `make` gives a function that nobody traced before, and what it is called with."""
 
     name: str
-    make: Callable[[], tuple[Callable, tuple[Any, ...]]]
+    make: Callable[[], tuple[Any, tuple[Any, ...]]]
 
 
 def items(config: ModelConfig = MODEL) -> Iterator[Item]:
@@ -60,7 +60,7 @@ def batch(config: ModelConfig, rows: int, length: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets, "lengths": lengths}
 
 
-def train_step(config: ModelConfig, train: TrainConfig) -> tuple[Callable, tuple[Any, ...]]:
+def train_step(config: ModelConfig, train: TrainConfig) -> tuple[Any, tuple[Any, ...]]:
     """One whole update: loss, gradients over micro-batches, clipping, AdamW, the average."""
     model = B.Transformer(config)
     params = {name: p[...] for name, p in named_parameters(model).items()}
@@ -69,7 +69,7 @@ def train_step(config: ModelConfig, train: TrainConfig) -> tuple[Callable, tuple
     return program.step, (params, initial_state(train, params), batch(config, ROWS, LENGTH), *scalars)
 
 
-def forward(config: ModelConfig) -> tuple[Callable, tuple[Any, ...]]:
+def forward(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
     graph, state = nnx.split(B.Transformer(config))
     data = batch(config, ROWS, LENGTH)
 
@@ -83,7 +83,7 @@ def forward(config: ModelConfig) -> tuple[Callable, tuple[Any, ...]]:
     )  # fmt: skip
 
 
-def decode(config: ModelConfig) -> tuple[Callable, tuple[Any, ...]]:
+def decode(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
     """A prompt and a compiled loop of single positions with a cache, sampled."""
     graph, state = nnx.split(B.Transformer(config))
     leaves, tree = jax.tree.flatten(state)
@@ -95,7 +95,7 @@ def decode(config: ModelConfig) -> tuple[Callable, tuple[Any, ...]]:
     return jax.jit(run), (leaves, batch(config, ROWS, LENGTH)["tokens"], np.array([0, 7], np.uint32))
 
 
-def kernel(name: str) -> tuple[Callable, tuple[Any, ...]]:
+def kernel(name: str) -> tuple[Any, tuple[Any, ...]]:
     """Causal attention by one kernel, forward and backward."""
     dtype = jnp.bfloat16 if name == "cudnn" else jnp.float32
     rng = np.random.default_rng(1)
