@@ -20,9 +20,11 @@ from .compare import Disagreement, Tally, check_exact, check_kind, check_togethe
 from .errormap import error_map
 from .functions import ATTENTION, FUNCTIONS
 from .inputs import DTYPES, build, rounded, widened
+from .memory import remembered
 from .rows import Case
 from .targets.protocol import NotOffered, Target
 
+HALF = ("float16", "bfloat16")
 PASSED, FAILED, ABSENT = "passed", "failed", "not offered"
 # A failure of a peer that its differences file explains (deviations.py).
 KNOWN = "known difference"
@@ -219,9 +221,13 @@ def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -
     given = arguments_of(case, dtype, kernel)
     exact = {name: widened(x) for name, x in given.items() if name != "kernel"}
     want = oracle.expected(case.id, case.function, exact, list(case.gradients), dtype)
-    _compare(
-        tally, "", _call(target, case, given), want.results, want.bounds, result_dtypes(case, dtype), case.tolerance
-    )
+    first = _call(target, case, given)
+    _compare(tally, "", first, want.results, want.bounds, result_dtypes(case, dtype), case.tolerance)
+    if dtype in HALF and case.function in ("attention", "attention_with_lse"):
+        from .plainly import check_beside_plain, plain_output  # which stands on the zoo, and that on this
+
+        plain = remembered(("plain", case.id, case.function, dtype), lambda: plain_output(given, dtype))
+        check_beside_plain(tally, first["out"], want.results["out"], plain, dtype)
     if target.framework != "jax" and dtype == "float32":
         got = _call(target, case, given, strided=True)
         _compare(tally, "strided ", got, want.results, want.bounds, result_dtypes(case, dtype), case.tolerance)
@@ -284,7 +290,7 @@ def _compare(
         own = str(got[name].dtype)
         right = overflowed(value, own)
         check_within(tally, f"{prefix}{name}", got[name], right, bound)
-        if own in ("float16", "bfloat16"):
+        if own in HALF:
             check_together(tally, f"{prefix}{name}", got[name], right, bound, own)
 
 

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+import core_numpy
 from conformance import runner
 from conformance.budget import OUTPUT, UNIT
 from conformance.compare import MANY, Tally, check_together, check_within
 from conformance.inputs import DTYPES
-from conformance.runner import FAILED, judge
+from conformance.plainly import check_beside_plain, plain_output
+from conformance.runner import FAILED, arguments_of, judge
 from conformance.space import select
 from conformance.targets import load
 from conformance.targets.protocol import Target
@@ -91,3 +93,24 @@ def test_the_failure_says_what_it_is():
     assert result.status == FAILED and result.share < 1.0
     assert "out in the mean over all elements is off by" in result.detail and "cut where it should be" in result.detail
     assert judge(case, load("core_numpy"), "bfloat16").status != FAILED
+
+
+def beside(case, half, got):
+    given = arguments_of(case, half)
+    want = core_numpy.attention(**{n: x.astype(np.float64) for n, x in given.items()})
+    return check_beside_plain(Tally(), got(given), want, plain_output(given, half), half)
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_who_computes_in_float32_is_far_from_twice_the_plain_way_and_who_sums_in_half_is_over_it(half):
+    [case] = select("quick", "attention-half-sum")
+    assert beside(case, half, lambda given: core_numpy.attention(**given)) < 1.0 / 3.0
+    assert 0.1 < beside(case, half, lambda given: plain_output(given, half)) <= 0.5
+    broken = Faulty(named("sum-half"))
+    assert beside(case, half, lambda given: broken.attention(**given)) > 3.0
+
+
+def test_a_plain_way_that_is_exact_leaves_a_right_result_its_rounding():
+    want = np.array([1.0, 1.0 + 2.0**-12])
+    assert check_beside_plain(Tally(), want.astype(np.float16), want, want, "float16") <= 1.0 / 3.0
+    assert check_beside_plain(Tally(), np.zeros(2), np.zeros(2), np.zeros(2), "float16") == 0.0
