@@ -107,7 +107,7 @@ def test_who_computes_in_float32_is_far_from_twice_the_plain_way_and_who_sums_in
     assert beside(case, half, lambda given: core_numpy.attention(**given)) < 1.0 / 3.0
     assert 0.1 < beside(case, half, lambda given: plain_output(given, half)) <= 0.5
     broken = Faulty(named("sum-half"))
-    assert beside(case, half, lambda given: broken.attention(**given)) > 3.0
+    assert beside(case, half, lambda given: broken.attention(**given)) > 2.0
 
 
 def test_a_plain_way_that_is_exact_leaves_a_right_result_its_rounding():
