@@ -63,10 +63,10 @@ class Lane:
     def _prepare_measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The updates that show agreement are made first, then the measured work is warmed up."""
         rest = self.steps(AGREEMENT_UPDATES - 1 - WARM_UP)
-        if rest is not None and self.task.measure == "decode":
+        first = None if rest is None else self.ask({"do": "turn", "count": 1})
+        if first is not None and self.task.measure == "decode":
             said = self.ask({"do": "decoded"})
             self.row["decoded"] = None if said is None else said["tokens"]
-        first = None if self.row["status"] == "failed" else self.ask({"do": "turn", "count": 1})
         return first, None if first is None else self.ask({"do": "turn", "count": WARM_UP})
 
     def turn(self) -> None:

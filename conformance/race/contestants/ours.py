@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..task import SEED, Task
 from .base import Batch, Contestant, Running
+
+Work = Callable[[Batch], Any]
 
 
 def _ours(package: str, compile: bool | str) -> Callable[[Task], Running]:
@@ -18,24 +21,73 @@ def _ours(package: str, compile: bool | str) -> Callable[[Task], Running]:
         model = backend.Transformer(task.model, seed=SEED, device=device)
         backend.set_params(model, task.params())
         trainer = backend.Trainer(model, task.train.replace(compile=compile))
+        passes = {"core_numpy": _numpy_passes, "backend_torch": _torch_passes, "backend_jax": _jax_passes}[package]
+        backward, forward, wait = passes(model, trainer, task, compile is True)
 
-        def finish() -> None:
-            if package != "core_numpy":
-                importlib.import_module(f"{package}.arrays").wait(backend.get_params(model))
-
-        def forward(batch: Batch) -> float:
-            return float(trainer.evaluate([batch])["loss"])
-
-        def backward(batch: Batch) -> float:
-            return float(backend.loss_and_gradients(model, batch)[0])
-
-        def decode(prompts: np.ndarray, new: int) -> Sequence[int]:
-            arrays = prompts if package == "core_numpy" else backend.arrays.from_numpy(prompts, device=device)
+        def decode(prompts: np.ndarray, new: int) -> Any:
+            arrays = prompts if package == "core_numpy" else backend.from_numpy(prompts, device=device)
             return backend.generate(model, arrays, max_new=new)
 
-        return Running(lambda batch: trainer.step(batch)["loss"], finish, backward, forward, decode)
+        return Running(lambda batch: trainer.step(batch)["loss"], wait, backward, forward, decode)
 
     return build
+
+
+def _numpy_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[Work, Work, Callable[[], Any]]:
+    """(loss and gradients, loss, wait) of a built model; the other two are alike."""
+    import core_numpy
+
+    del task, compiled
+    return (
+        lambda batch: core_numpy.loss_and_gradients(model, batch)[0],
+        lambda batch: trainer.evaluate([batch])["loss"],
+        lambda: None,
+    )
+
+
+def _torch_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[Work, Work, Callable[[], Any]]:
+    # The gradients stay tensors, as the peers' do: `loss_and_gradients` would make NumPy arrays of them.
+    from ._torch import running
+
+    del trainer
+    alike = running(model, model, task, compiled=compiled)
+    assert alike.backward is not None and alike.forward is not None  # `running` has both
+    return alike.backward, alike.forward, alike.finish
+
+
+def _jax_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[Work, Work, Callable[[], Any]]:
+    import jax
+    from flax import nnx
+
+    import backend_jax
+
+    del compiled
+    held: dict[str, Any] = {}
+    matmul = task.train.matmul_precision
+
+    def made() -> dict[str, Any]:
+        # At the first call, after the updates: those donate the arrays that the model had before.
+        if "params" not in held:
+            graph, held["params"] = nnx.split(model)
+
+            def loss(params: Any, tokens: Any, targets: Any) -> Any:
+                with jax.default_matmul_precision(matmul):
+                    return backend_jax.cross_entropy(nnx.merge(graph, params)(tokens), targets)
+
+            held["gradients"], held["value"] = jax.jit(jax.value_and_grad(loss)), jax.jit(loss)
+        return held
+
+    def backward(batch: Batch) -> Any:
+        value, held["grads"] = made()["gradients"](held["params"], batch["tokens"], batch["targets"])
+        return value
+
+    def forward(batch: Batch) -> Any:
+        return made()["value"](held["params"], batch["tokens"], batch["targets"])
+
+    def wait() -> None:
+        jax.block_until_ready((nnx.state(model), trainer.state, held.get("grads")))
+
+    return backward, forward, wait
 
 
 ALL = ("gpt", "gpt-unbiased", "llama")
