@@ -49,14 +49,17 @@ def _timed(B: Any, function: Callable[..., Any], *arrays: Any) -> Timed:
 
 
 def seconds(timed: Timed) -> float:
-    """The shortest of five or more, short calls for a quarter of a second: what disturbs a machine only adds time."""
+    """Of the processor, all threads together: the median of five calls or more, short ones for a quarter of a second.
+
+    Other work on the machine stretches what a clock shows, and hardly this.
+    """
     timed.call()  # touches the memory
     found: list[float] = []
     while len(found) < 5 or (sum(found) < 0.25 and len(found) < 200):
-        start = time.perf_counter()
+        start = time.process_time()
         timed.call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        found.append(time.process_time() - start)
+    return float(np.median(found))
 
 
 def peak(timed: Timed) -> float:
@@ -80,8 +83,8 @@ def _resident(field: str) -> float:
 
 
 def exponent(values: list[float]) -> float:
-    """The slope over the last three lengths in a doubly logarithmic picture, by least squares."""
-    return float(np.polyfit(np.log(LENGTHS[-3:]), np.log(values[-3:]), 1)[0])
+    """The slope over the last four lengths in a doubly logarithmic picture, by least squares."""
+    return float(np.polyfit(np.log(LENGTHS[-4:]), np.log(values[-4:]), 1)[0])
 
 
 def crossing(ours: list[float], theirs: list[float]) -> str:

@@ -16,8 +16,8 @@ Curve = dict[int, float]
 
 
 def text_model(B: Any, scheme: str, **fields: Any) -> Any:
-    """A small language model of bytes; the relative buckets reach over a few dozen bytes."""
-    usual = {"vocab": 256, "width": 64, "heads": 4, "layers": 2, "max_length": LENGTH, "positions": scheme}
+    """A language model of bytes with one block; the relative buckets reach over a few dozen bytes."""
+    usual = {"vocab": 256, "width": 64, "heads": 4, "layers": 1, "max_length": LENGTH, "positions": scheme}
     # Sinusoids have size 1: the rows of the tokens, which start at 0.02, are brought to theirs.
     usual |= {"relative_max_distance": LENGTH, "embedding_scale": 50.0 if scheme == "sinusoidal" else None}
     return B.ModelConfig(**usual | fields)

@@ -191,9 +191,10 @@ def test_a_scaling_changes_nothing_at_the_trained_length(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["backend_torch", "backend_jax"])
 @pytest.mark.parametrize("name", lab.EXPERIMENTS)
-def test_each_experiment_runs_whole(name, backend, tmp_path):
+def test_each_experiment_bears_its_claims_out(name, backend, tmp_path):
     pytest.importorskip("torch" if backend == "backend_torch" else "jax")
-    importlib.import_module(backend)
-    # 1 is a claim that this run did not bear out: docs/lab.md says which; anything else is an error.
-    assert main(["lab", name, "--backend", backend, "--out", str(tmp_path)]) in (0, 1)
+    # What is timed may come out otherwise on a busy machine; all else is fixed by its seeds.
+    expected = (0, 1) if name == "cost" else (0,)
+    assert main(["lab", name, "--backend", backend, "--out", str(tmp_path)]) in expected
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    assert read_results(tmp_path)["experiments"][name]["held"] or name == "cost"

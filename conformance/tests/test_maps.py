@@ -92,6 +92,14 @@ def test_labels_of_pieces_are_what_a_reader_knows(words, tmp_path):
     assert table.labels(np.array([lone])) == ["Ã"]
 
 
+def test_a_blank_that_decoding_drops_stays_on_the_label(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁é": 0, "é": 1}, unk_token="é"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Words(tmp_path).labels(np.array([0, 1])) == ["␣é", "é"]
+
+
 def test_bytes_are_characters_or_two_digits():
     assert Words().labels(np.array([65, 32, 9, 10, 0, 200])) == ["A", "␣", "⇥", "↵", "00", "c8"]
 
@@ -104,6 +112,8 @@ def test_an_encoder_decoder_shows_both_its_sides(tmp_path):
     stacks = json.loads(numbers.read_text())["stacks"]
     assert np.array(stacks["encoder"]["maps"]).shape == (2, 2, 4, 4)
     assert np.array(stacks["decoder"]["maps"]).shape == (2, 2, 3, 3)
+    assert (np.array(stacks["encoder"]["maps"]) > 0).all()  # an encoder sees the whole of its text
+    assert not np.triu(stacks["decoder"]["maps"], 1).any()
     assert stacks["encoder"]["labels"] == ["4", "5", "6", "7"]
     assert len(list((tmp_path / "m").glob("*.png"))) == 6
 
@@ -152,6 +162,6 @@ def test_labels_are_cut_and_what_the_font_lacks_is_a_square():
 
 
 def test_odd_labels_are_drawn_without_a_warning(tmp_path):
-    labels = drawable(["$x$", "\\frac", "字", "␣the", "a" * 30, "_^{"])
+    labels = drawable(["$\\frac$", "\\frac", "字", "␣the", "a" * 30, "_^{"])
     draw_layer(tmp_path / "x.png", np.full((5, 6, 6), 1 / 6), labels, 3)
     assert (tmp_path / "x.png").stat().st_size > 5000
