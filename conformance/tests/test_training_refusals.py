@@ -1,0 +1,120 @@
+"""What training refuses: every field of TrainConfig out of its range, and batches and folders that do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from three import PACKAGES, load
+
+from core_numpy import ModelConfig, TrainConfig
+from core_numpy.contract.data import split
+
+# For each field: values that are refused, and what the sentence says after the field's name.
+FIELDS = {
+    "optimizer": (["adam", None, 3], "one of"),
+    "steps": ([-1, 1.5, True, "9"], "an integer"),
+    "batch": ([0, -1, 2.0], "an integer"),
+    "lr": ([-1e-3, float("nan"), float("inf"), "1", None], "number"),
+    "betas": ([(0.9,), (0.9, 1.0), (-0.1, 0.9), [0.9, 0.9], 0.9], "two numbers"),
+    "eps": ([0.0, -1e-8, float("nan")], "number"),
+    "weight_decay": ([-0.1, float("inf")], "number"),
+    "clip_norm": ([0.0, -1.0, float("nan")], "number"),
+    "schedule": (["step", None], "one of"),
+    "warmup": ([-1, 11, 0.5], ""),
+    "final_lr": ([-1.0, float("nan")], "number"),
+    "accumulate": ([0, 3, 1.0], ""),
+    "precision": (["fp16", "int8", None], "one of"),
+    "matmul_precision": (["high", None], "one of"),
+    "remat": ([1, "yes", None], ""),
+    "compile": (["yes", 1, None], ""),
+    "seed": ([-1, 0.5], "an integer"),
+    "label_smoothing": ([-0.1, 1.0, float("nan")], "number"),
+    "z_loss": ([-1.0], "number"),
+    "ema": ([0.0, 1.0, -0.5], "number"),
+    "parallel": ([{"rows": 2}, {"data": 0}, {"data": 1.0}, 2], "axis sizes"),
+    "decay_steps": ([-1, 11], ""),
+    "nonfinite": (["ignore", None], "one of"),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, x) for name, (values, _) in FIELDS.items() for x in values])
+def test_a_field_out_of_its_range_is_refused_by_its_name(field, value):
+    with pytest.raises((ValueError, TypeError), match=rf"TrainConfig\.{field} must be .*{FIELDS[field][1]}"):
+        TrainConfig(**{"steps": 10, "batch": 4, field: value})
+
+
+def test_the_table_names_every_field_and_a_name_that_is_none_is_refused():
+    assert set(FIELDS) == {field.name for field in dataclasses.fields(TrainConfig)}
+    with pytest.raises((ValueError, TypeError), match="learning_rate"):
+        TrainConfig.from_dict({"learning_rate": 1.0})
+    assert TrainConfig.from_dict(TrainConfig(ema=0.5).to_dict()) == TrainConfig(ema=0.5)
+
+
+MODEL = ModelConfig(vocab=7, width=6, heads=2, hidden=5, layers=1, max_length=4)
+GOOD = {
+    "tokens": np.array([[1, 2, 3], [4, 5, 6], [0, 1, 2]]),
+    "targets": np.array([[2, 3, 1], [5, 6, -100], [0, 0, 0]]),
+}
+BATCHES = {
+    "not divisible by accumulate": ({}, {"batch": 4, "accumulate": 2}, ValueError, "multiple of accumulate"),
+    "a target past the vocabulary": ({"targets": GOOD["targets"] + 1}, {}, ValueError, "targets must be from 0 to 6"),
+    "a negative target": ({"targets": np.full((3, 3), -1)}, {}, ValueError, "targets must be from 0 to 6"),
+    "targets of floats": ({"targets": GOOD["targets"] * 1.0}, {}, TypeError, "targets must"),
+    "a token past the vocabulary": ({"tokens": GOOD["tokens"] + 1}, {}, ValueError, "tokens must be from 0 to 6"),
+    "longer than the positions": (
+        {"tokens": np.zeros((3, 5), int), "targets": np.zeros((3, 5), int)}, {}, ValueError, "max_length|positions"),
+    "lengths past the end": ({"lengths": np.array([1, 2, 4])}, {}, ValueError, "lengths"),
+    "no targets": ({"targets": None}, {}, ValueError, "batch must hold 'targets'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(name, package):
+    changes, fields, error, words = BATCHES[name]
+    B = load(package)
+    trainer = B.Trainer(B.Transformer(MODEL), B.TrainConfig(**fields))
+    before = B.get_params(trainer.model)
+    batch = {field: x for field, x in {**GOOD, **changes}.items() if x is not None}
+    with pytest.raises(error, match=words):
+        trainer.step(batch)
+    assert trainer.updates == trainer.batches == 0
+    for parameter, x in B.get_params(trainer.model).items():
+        np.testing.assert_array_equal(x, before[parameter])
+
+
+def test_a_text_too_short_for_the_split_is_refused_with_its_size():
+    with pytest.raises(ValueError, match=r"its validation part has 4 of 40 tokens and a window takes 9"):
+        split(np.zeros(40, np.uint8), length=8)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_checkpoint_of_other_shapes_is_no_checkpoint_of_the_model(package, tmp_path):
+    """A shape, a name or a dtype that is not the model's own: a silent restore of (4, 10) into (4, 20) [flax 2436]."""
+    from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
+
+    B = load(package)
+    trainer = B.Trainer(B.Transformer(MODEL), B.TrainConfig())
+    path = trainer.save(tmp_path / "good")
+    found = read_checkpoint(path)
+    name = "blocks.0.ffn.up.weight"
+    faults = {
+        "shape": {**found.params, name: np.zeros((6, 10), np.float32)},
+        "dtype": {**found.params, name: found.params[name].astype(np.float64)},
+        "missing": {other: x for other, x in found.params.items() if other != name},
+        "more": {**found.params, "blocks.1.ffn.up.weight": found.params[name]},
+    }
+    for fault, params in faults.items():
+        write_checkpoint(tmp_path / fault, step=1, params=params, state=found.state, config=found.config,
+                         train_config=found.train_config)  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=r"blocks\..*ffn\.up\.weight"):
+            B.Trainer.load(tmp_path / fault)
+    state = {**found.state, "moment2": {**found.state["moment2"], name: np.zeros((6, 10), np.float32)}}
+    write_checkpoint(tmp_path / "moment", step=1, params=found.params, state=state, config=found.config,
+                     train_config=found.train_config)  # fmt: skip
+    with pytest.raises((ValueError, TypeError), match=r"ffn\.up\.weight"):
+        B.Trainer.load(tmp_path / "moment")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        B.Trainer.load(tmp_path / "nowhere")
