@@ -7,6 +7,7 @@ implementation; a test holds the two equal. Keys are raw uint32 (2,) arrays; eve
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,14 +152,38 @@ def _index_words(
 
 @jax.jit
 def _threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Twenty rounds of add, rotate, exclusive or; after every four, the next two words of the key."""
+    """Twenty rounds of add, rotate, exclusive or; after every four, the next two words of the key.
+
+    As a loop on a CPU, as in `jax.random`: XLA would copy the rounds into every use of the bits and compile them each
+    time, a second for each layer with dropout and more. Elsewhere a loop would cost a launch for each turn.
+    """
     first, second = key.astype(jnp.uint32)
     words = (first, second, first ^ second ^ jnp.uint32(PARITY))
     x0, x1 = jnp.broadcast_arrays(high + words[0], low + words[1])
+    return jax.lax.platform_dependent(x0, x1, words, cpu=_rolled, default=_unrolled)
+
+
+def _unrolled(x0: jax.Array, x1: jax.Array, words: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     for group in range(5):
-        for distance in ROTATIONS[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << distance) | (x1 >> (32 - distance))) ^ x0
+        x0, x1 = _four(x0, x1, ROTATIONS[group % 2])
         x0 = x0 + words[(group + 1) % 3]
         x1 = x1 + words[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0, x1
+
+
+def _rolled(x0: jax.Array, x1: jax.Array, words: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def group(number: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        x0, x1, (next_word, after, last), (distances, others) = state
+        x0, x1 = _four(x0, x1, distances)
+        x1 = x1 + after + (number + 1).astype(jnp.uint32)
+        return x0 + next_word, x1, (after, last, next_word), (others, distances)
+
+    turns = tuple(jnp.array(distances, jnp.uint32) for distances in ROTATIONS)
+    return jax.lax.fori_loop(0, 5, group, (x0, x1, (words[1], words[2], words[0]), turns))[:2]
+
+
+def _four(x0: jax.Array, x1: jax.Array, distances: Any) -> tuple[jax.Array, jax.Array]:
+    for place in range(4):
+        x0 = x0 + x1
+        x1 = ((x1 << distances[place]) | (x1 >> (32 - distances[place]))) ^ x0
     return x0, x1

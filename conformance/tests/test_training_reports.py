@@ -1,0 +1,146 @@
+"""Public fault reports about training, each with the test that answers it; those that no other file has are here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from three import PACKAGES, back, load, to
+
+from core_numpy import BlockConfig, ModelConfig, TrainConfig
+from core_numpy.contract.files import load_params, save_params
+
+# What was reported where, and which test would fail with that fault.
+ANSWERS = {
+    "pytorch 124464": ("test_training_reports", "test_without_a_key_nothing_is_dropped_whatever_the_rate"),
+    "pytorch 42929": ("test_training_reports", "test_weights_are_those_before_dropout"),
+    "transformers 28059": ("test_training_reports", "test_training_drops_with_another_mask_in_each_update_and_layer"),
+    "pytorch 41477": ("test_training_core", "test_eps_stands_outside_the_root_after_the_correction"),
+    "optax 417": ("test_training_core", "test_decay_is_decoupled_and_spares_vectors"),
+    "spd 643": ("test_training_core", "test_clipping_is_exact_and_only_above_the_limit"),
+    "optax 1752": ("test_training_jax", "test_clipping_is_exact_and_survives_its_edges"),
+    "pytorch 46849": ("test_training_torch",
+                      "test_finite_gradients_with_an_infinite_float32_norm_are_clipped_not_refused"),
+    "transformers 24725": ("test_training_core", "test_accumulation_equals_the_large_batch"),
+    "maxdiffusion 484": ("test_training_core", "test_a_reloaded_trainer_goes_on_as_if_it_had_not_stopped"),
+    "the_well 77": ("test_training_handover", "test_twenty_updates_in_each_by_checkpoint_are_sixty_in_any_one"),
+    "pytorch 86274": ("test_training_reports", "test_no_two_layers_start_alike"),
+    "safetensors 598": ("test_training_reports",
+                        "test_bfloat16_goes_from_torch_through_a_file_to_jax_and_back_bit_for_bit"),
+    "mlx 3363": ("test_files", "test_an_unsound_file_is_one_error_naming_file_and_reason"),
+    "flax 2436": ("test_training_refusals", "test_a_checkpoint_of_other_shapes_is_no_checkpoint_of_the_model"),
+    "flax 1631": ("test_training_refusals", "test_a_checkpoint_of_other_shapes_is_no_checkpoint_of_the_model"),
+    "vllm 12366": ("test_files", "test_a_pickle_is_refused_and_its_code_does_not_run"),
+    "nanoVLM 204": ("test_training_reports", "test_packed_documents_train_as_if_each_were_alone"),
+    "jax 12008": ("test_training_reports", "test_a_step_computes_its_products_as_the_configuration_says"),
+    "optax: label -1": ("test_training_refusals", "test_a_batch_that_does_not_fit_is_refused_and_changes_nothing"),
+}  # fmt: skip
+
+EVERY = pytest.mark.parametrize("package", PACKAGES)
+MODEL = ModelConfig(vocab=11, width=12, heads=3, layers=2, max_length=9, dropout=0.5)
+TOKENS = np.arange(12).reshape(2, 6) % 11
+
+
+@pytest.mark.parametrize("report", ANSWERS)
+def test_the_test_that_answers_a_report_exists(report):
+    file, name = ANSWERS[report]
+    assert f"def {name}(" in (Path(__file__).parent / f"{file}.py").read_text(encoding="utf-8")
+
+
+@EVERY
+def test_without_a_key_nothing_is_dropped_whatever_the_rate(package):
+    B = load(package)
+    model, plain = B.Transformer(MODEL, seed=1), B.Transformer(MODEL.replace(dropout=0.0), seed=1)
+    if package == "backend_torch":
+        model.eval(), plain.eval()
+    first, second, want = (back(m(to(package, TOKENS))) for m in (model, model, plain))
+    assert first.tobytes() == second.tobytes() == want.tobytes()
+    x = to(package, np.ones((3, 4), np.float32))
+    assert not back(B.dropout(x, 1.0, B.key(0))).any()
+    with pytest.raises(ValueError, match="key"):
+        B.dropout(x, 0.5, None)
+
+
+@EVERY
+def test_weights_are_those_before_dropout(package):
+    B = load(package)
+    q, k = (to(package, np.random.default_rng(n).standard_normal((1, 2, 5, 4)).astype(np.float32)) for n in (0, 1))
+    weights = back(B.attention_weights(q, k, causal=True, dropout_rate=0.2, dropout_key=B.key(3)))
+    np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
+    np.testing.assert_array_equal(weights, back(B.attention_weights(q, k, causal=True)))
+
+
+@EVERY
+def test_training_drops_with_another_mask_in_each_update_and_layer(package):
+    B = load(package)
+    block = B.FeedForward(BlockConfig(width=40, heads=2, dropout=0.5), seed=0)
+    x = to(package, np.random.default_rng(0).standard_normal((4, 25, 40)).astype(np.float32))
+    outs = [back(block(x, dropout_key=B.key(seed))) for seed in (1, 1, 2)]
+    assert outs[0].tobytes() == outs[1].tobytes() != outs[2].tobytes()
+    assert abs(np.mean(outs[0] == 0) - 0.5) < 0.04  # 4,000 draws: five standard deviations
+    run = B.Trainer(B.Transformer(MODEL, seed=1), TrainConfig(steps=4, lr=0.0))
+    batch = {"tokens": TOKENS, "targets": TOKENS}
+    assert len({run.step(batch)["loss"] for _ in range(4)}) == 4  # the same weights each time: lr is 0
+    # Two layers with the same weights drop different elements: the second is not the first's mask again.
+    keys = [back(B.fold_in(B.key(0), layer)) for layer in range(2)]
+    assert not np.array_equal(*keys)
+
+
+@EVERY
+def test_no_two_layers_start_alike(package):
+    params = load(package).get_params(load(package).Transformer(MODEL.replace(layers=3), seed=0))
+    matrices = {name: x for name, x in params.items() if x.ndim == 2}
+    assert len({x.tobytes() for x in matrices.values()}) == len(matrices) > 15
+
+
+def test_bfloat16_goes_from_torch_through_a_file_to_jax_and_back_bit_for_bit(tmp_path):
+    torch_, jax_ = load("backend_torch"), load("backend_jax")
+    import ml_dtypes
+
+    model = torch_.Transformer(MODEL, seed=1, dtype="bfloat16")
+    params = torch_.get_params(model)
+    special = np.array([1, 1.0078125, 3.39e38, -0.0, np.nan], ml_dtypes.bfloat16)
+    params["blocks.0.norm1.weight"][:5] = special
+    torch_.set_params(model, params)
+    save_params(tmp_path / "one.safetensors", torch_.get_params(model))
+    other = jax_.Transformer(MODEL, seed=2, dtype="bfloat16")
+    jax_.set_params(other, load_params(tmp_path / "one.safetensors"))
+    save_params(tmp_path / "two.safetensors", jax_.get_params(other))
+    again = load_params(tmp_path / "two.safetensors")
+    assert again.keys() == params.keys()
+    for name, x in params.items():
+        assert again[name].dtype == ml_dtypes.bfloat16 and again[name].tobytes() == x.tobytes(), name
+
+
+@EVERY
+def test_packed_documents_train_as_if_each_were_alone(package):
+    """Positions that restart do not keep documents apart; segments do."""
+    from core_numpy.contract.data import pack_documents
+
+    B = load(package)
+    documents = [np.array([1, 2, 3, 4]), np.array([5, 6, 7]), np.array([8, 9])]
+    model = B.Transformer(MODEL.replace(dropout=0.0), seed=1)
+    packed = pack_documents(documents, 9)
+    assert packed["tokens"].shape == (1, 9)
+    loss, grads = B.loss_and_gradients(model, packed)
+    alone = [B.loss_and_gradients(model, pack_documents([d], 9)) for d in documents]
+    counts = [len(d) - 1 for d in documents]
+    assert loss == pytest.approx(np.average([one for one, _ in alone], weights=counts), rel=1e-6)
+    for name, g in grads.items():
+        want = np.average([each[name] for _, each in alone], axis=0, weights=counts)
+        np.testing.assert_allclose(g, want, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_a_step_computes_its_products_as_the_configuration_says(precision):
+    """float32 is float32: what JAX lowers carries the precision (torch: test_training_torch)."""
+    B = load("backend_jax")
+    import jax
+
+    run = B.Trainer(B.Transformer(MODEL, seed=1), TrainConfig(matmul_precision=precision))
+    plain, seen = run._program.step, []
+    run._program = type("Spy", (), {"step": lambda self, *arguments: seen.append(
+        jax.config.jax_default_matmul_precision) or plain(*arguments)})()  # fmt: skip
+    run.step({"tokens": TOKENS, "targets": TOKENS})
+    assert seen == [precision] and jax.config.jax_default_matmul_precision is None
