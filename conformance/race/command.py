@@ -6,10 +6,8 @@ Exit status: 0 done, 1 somebody was disqualified or failed, 2 a wrong argument, 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from .contestants import WORDS, all_contestants, chosen, missing
@@ -57,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=1.0, metavar="X", help="length of a turn (default 1)")
     add("--threads", type=int, metavar="N", help="processor threads of each (default: all)")
     add("--timeout", type=float, default=600.0, metavar="X", help="seconds that one answer may take (default 600)")
-    add("--json", metavar="FILE", help="write everything that was measured")
+    add("--json", metavar="FILE", help="write everything that was measured; - for standard output")
     add("--png", metavar="FILE", help="write bars, or the curves of a sweep")
     add("--html", metavar="FILE", help="write a page: bars, loss curves, roofline")
     add("--list", action="store_true", help="show the contestants and end")
@@ -108,17 +106,17 @@ def profiles(task: Task, names: Sequence[str], options: argparse.Namespace) -> i
     from .profiling import profile, show_profile
 
     document = profile(task, names, threads=options.threads, timeout=options.timeout, say=say)
-    show_profile(document)
-    if options.json is not None:
-        write(options.json, json.dumps(document, indent=1))
+    if options.json != "-":
+        show_profile(document)
+    write(options.json, document)
     return 1 if any(found["status"] == "failed" for found in document["profiles"].values()) else 0
 
 
 def finish(document: dict[str, Any], options: argparse.Namespace) -> int:
     """Print, write what was asked for, and say by the status how it went."""
-    show(document)
-    if options.json is not None:
-        write(options.json, json.dumps(document, indent=1))
+    if options.json != "-":
+        show(document)
+    write(options.json, document)
     if options.png is not None:
         draw(document, options.png)
     if options.html is not None:
@@ -131,11 +129,13 @@ def finish(document: dict[str, Any], options: argparse.Namespace) -> int:
     return 1 if {"disqualified", "failed"} & set(states) else 0
 
 
-def write(path: str, text: str) -> None:
-    """Whole or not at all."""
-    from ..summary import write_text
+def write(path: str | None, value: dict[str, Any]) -> None:
+    """The document, where one was asked for: whole or not at all, "-" for standard output."""
+    from ..summary import write_json
+    from .documents import finite
 
-    write_text(Path(path), text)
+    if path is not None:
+        write_json(path, finite(value))
 
 
 def list_contestants() -> int:
@@ -157,10 +157,10 @@ def compare_files(words: Sequence[str]) -> int:
     )
     made.add_argument("first")
     made.add_argument("second")
-    made.add_argument("--json", metavar="FILE", help="write the comparison")
+    made.add_argument("--json", metavar="FILE", help="write the comparison; - for standard output")
     options = made.parse_args(words)
     found = compare(read(options.first), read(options.second))
-    show_comparison(found)
-    if options.json is not None:
-        write(options.json, json.dumps(found, indent=1))
+    if options.json != "-":
+        show_comparison(found)
+    write(options.json, found)
     return 0

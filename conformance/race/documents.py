@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,8 +39,17 @@ def read(path: str) -> dict[str, Any]:
     return document
 
 
+def finite(value: Any) -> Any:
+    """The same with None for every number that JSON has no way to write: the loss of a contestant that diverged."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """{"changed": {field: [in first, in second]}, "rows": [...], "only": [...]} of two documents.
+    """{"schema", "changed": {field: [in first, in second]}, "rows": [...], "only": [...]} of two documents.
 
     A row: race, contestant, seconds before and after, their ratio with a 95 % interval (the rounds of two runs are no
     pairs), and the ratio that is left when both are divided by their machine's matrix product.
@@ -57,7 +67,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         })  # fmt: skip
     only = [f"{race}: {name} only in the {side}" for entries, other, side in ((old, new, "first"), (new, old, "second"))
             for race, name in entries if (race, name) not in other]  # fmt: skip
-    return {"changed": _changed(*map(_flat, places)), "rows": rows, "only": only}
+    return {"schema": SCHEMA, "changed": _changed(*map(_flat, places)), "rows": rows, "only": only}
 
 
 def _entries(document: Mapping[str, Any]) -> dict[tuple[str, str], list[float]]:

@@ -49,8 +49,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 RECURRENT = {"lstm": 4, "gru": 3}  # gates
 # Relative distance allowed to the float64 reference's losses over the first updates. float32: torch and JAX measured
-# 5e-8 to 8e-7 at tiny and small; an optimiser without decay is 5e-5 off at tiny, another beta or rate, a biased variance
-# or the other GELU 1e-4 and more. bfloat16 keeps 8 bits, of which a mean over a batch regains some: 4e-5 to 2e-4 there.
+# 5e-8 to 8e-7 at tiny and small; an optimiser without decay is 5e-5 off at tiny, another beta or rate, a biased
+# variance or the other GELU 1e-4 and more. bfloat16 keeps 8 bits, of which a mean over a batch regains some: 4e-5 to
+# 2e-4 measured there.
 LOSS_TOLERANCES = {"float32": 4e-6, "bfloat16": 2e-3}
 
 

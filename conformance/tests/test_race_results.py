@@ -226,11 +226,23 @@ def test_two_results_are_compared_by_their_common_contestants(tmp_path, capsys):
     assert found["changed"] == {"version of torch": ["2", "3"]} and found["only"] == ["tiny: gone only in the first"]
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
     for path, made in zip(paths, (before, after), strict=True):
-        command.write(path, json.dumps(made))
+        command.write(path, made)
     assert race.main(["compare", *paths, "--json", str(tmp_path / "c.json")]) == 0
     said = capsys.readouterr().out
     assert "version of torch: 2 -> 3" in said and "slower" in said and "within the noise" in said
     assert json.loads((tmp_path / "c.json").read_text())["rows"]
+
+
+def test_a_document_holds_no_number_that_json_lacks(tmp_path, capsys):
+    made = document([raced(Task("tiny"), torch=1e-2)])
+    made["races"][0]["contestants"]["torch"] |= {"losses": [5.5, math.nan], "loss_distance": math.inf}
+    command.write("-", made)
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["races"][0]["contestants"]["torch"]["losses"] == [5.5, None]
+    assert found["races"][0]["contestants"]["torch"]["loss_distance"] is None
+    path = tmp_path / "race.json"
+    command.write(str(path), made)
+    assert documents.read(str(path))["races"][0]["contestants"]["torch"]["rounds"]
 
 
 @pytest.mark.parametrize(
