@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= all,dev
 
-.PHONY: install test slow demo lint clean
+.PHONY: install test slow demo lint oldest release clean
 
 # The stamp is written last, so that an install that was interrupted starts again.
 $(VENV)/installed-$(EXTRAS): pyproject.toml constraints.txt
@@ -29,5 +29,20 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The tests on the oldest versions that pyproject.toml allows; on every Python there is: `nox`.
+oldest:
+	$(PYTHON) -m venv $(VENV)-nox
+	$(VENV)-nox/bin/python -m pip install --disable-pip-version-check --quiet nox
+	$(VENV)-nox/bin/nox -s oldest
+
+# Wheel and sdist, the same bytes from the same commit, checked as the index will check them.
+release:
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt build twine
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(VENV)-release/bin/python -m build
+	$(VENV)-release/bin/twine check --strict dist/*
+	cd dist && sha256sum *
+
 clean:
-	rm -rf $(VENV) demo build dist
+	rm -rf $(VENV) $(VENV)-nox $(VENV)-release demo build dist
