@@ -7,7 +7,9 @@ try:
     import flax as _flax  # noqa: F401
     import jax as _jax  # noqa: F401
 except ImportError as error:
-    raise ImportError("backend_jax needs JAX and Flax: pip install 'attention-conformance[jax]'") from error
+    from core_numpy.contract.missing import missing
+
+    raise missing("backend_jax needs JAX and Flax", "jax") from error
 
 from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
 from core_numpy.contract.cost import attention_cost, step_cost

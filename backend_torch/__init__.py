@@ -6,7 +6,9 @@ Rules and formulas: `core_numpy`. What is native stands in each docstring.
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    raise ImportError("backend_torch needs PyTorch: pip install 'attention-conformance[torch]'") from error
+    from core_numpy.contract.missing import missing
+
+    raise missing("backend_torch needs PyTorch", "torch") from error
 
 from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
 from core_numpy.contract.cost import attention_cost, step_cost

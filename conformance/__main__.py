@@ -1,7 +1,7 @@
 """`python -m conformance VERB`, and the console script `conformance`.
 
-Exit status: 0 where everything passed, 1 where something failed, 2 for a wrong command line, 3 where a framework that
-was asked for is not installed.
+Exit status: 0 where everything passed, 1 where something failed, 2 for a wrong command line, 3 where a package that is
+needed is not installed, 130 where Ctrl-C ended it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 from .progress import Bar
 from .suites import SUITES
 
+# What every verb reads or prints with: the tables, the cases' dtypes, the files.
+TOOLS = ("rich", "ml_dtypes", "safetensors", "matplotlib", "jinja2", "psutil")
 OURS = {"core_numpy": None, "backend_torch": "torch", "backend_jax": "jax"}
 VERBS = {
     "run": "every case on every target (the default)",
@@ -185,6 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"conformance {__version__}")
         return 0
     name = arguments.pop(0) if arguments and arguments[0] in VERBS else "run"
+    absent = [module for module in TOOLS if importlib.util.find_spec(module) is None]
+    if absent:  # said before the work, not after it
+        needs = f"conformance {name}: needs {', '.join(absent)}: pip install 'attention-conformance[tools]'"
+        print(needs, file=sys.stderr)
+        return 3
     try:
         return _verb(name)(arguments)
     except KeyboardInterrupt:
