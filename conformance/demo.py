@@ -33,14 +33,15 @@ LAB = ("average", "scaling", "permutation")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write demo/report.html; 0 where every part succeeded, 1 where one did not (the page says which)."""
     parser = argparse.ArgumentParser(
-        prog="python -m conformance demo",
+        prog="conformance demo",
         description="Conformance, a short training in every framework, a race and a look at the lab, in one HTML page.",
-        epilog="Example: python -m conformance demo --out demo",
+        epilog="example: conformance demo --out demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", default="demo", metavar="DIR", help="where the page and its data go (default demo)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training updates (default {STEPS})")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds of the race (default 8)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -138,6 +138,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="list the peers and stop")
     parser.add_argument("--level", default="quick", choices=rows.LEVELS)
     parser.add_argument("--write", metavar="FILE", help="write the page; default: standard output")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--jobs", type=int, metavar="N", help="peers judged at a time; default: one per core")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
@@ -151,9 +152,14 @@ def main(argv: Sequence[str]) -> int:
     judged = judge_targets(names, options.level, "attention", lambda text: None, options.jobs or cores())
     results = {name: deviations.apply(name, judged[name][0], whole=True) for name in names}
     text = page(results, selected(options.level, "attention"), options.level)
+    if options.json:
+        facts = {judged[name][0][0].target: judged[name][1] for name in names if judged[name][0]}
+        summary.write_json(
+            options.json, summary.document([r for found in results.values() for r in found], facts, options.level)
+        )
     if options.write:
         summary.write_text(Path(options.write), text)
-    else:
+    elif options.json != "-":
         print(text, end="")
     wrong = [r for found in results.values() for r in found if r.status == FAILED]
     for r in wrong:

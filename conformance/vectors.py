@@ -189,10 +189,14 @@ def _parser() -> argparse.ArgumentParser:
         "conformance vectors check vectors answers",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    writing = verbs.add_parser("write", help="write a folder of vectors")
+    writing = verbs.add_parser(
+        "write", help="write a folder of vectors", epilog="example: conformance vectors write vectors --level quick"
+    )
     writing.add_argument("folder", metavar="DIR", help="a new folder")
     writing.add_argument("--level", default="quick", choices=LEVELS)
-    checking = verbs.add_parser("check", help="judge a folder of answers")
+    checking = verbs.add_parser(
+        "check", help="judge a folder of answers", epilog="example: conformance vectors check vectors answers"
+    )
     checking.add_argument("folder", metavar="DIR", help="what `write` wrote")
     checking.add_argument("answers", metavar="ANSWERS", help="a folder with <id>.safetensors for each vector")
     checking.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")

@@ -30,6 +30,7 @@ EPILOG = """examples:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="conformance race",
+        usage="conformance race [options]\n       conformance race compare A.json B.json",
         description="Train the same model in every framework and compare the speed.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, metavar="N", help="processor threads of each (default: all)")
     add("--timeout", type=float, default=600.0, metavar="X", help="seconds that one answer may take (default 600)")
     add("--json", metavar="FILE", help="write everything that was measured; - for standard output")
+    add("--debug", action="store_true", help="show the traceback of an error")
     add("--png", metavar="FILE", help="write bars, or the curves of a sweep")
     add("--html", metavar="FILE", help="write a page: bars, loss curves, roofline")
     add("--list", action="store_true", help="show the contestants and end")
@@ -158,6 +160,7 @@ def compare_files(words: Sequence[str]) -> int:
     made.add_argument("first")
     made.add_argument("second")
     made.add_argument("--json", metavar="FILE", help="write the comparison; - for standard output")
+    made.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = made.parse_args(words)
     found = compare(read(options.first), read(options.second))
     if options.json != "-":

@@ -1,0 +1,87 @@
+"""The commands as someone meets them who has not installed everything, or wants to know what they do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from conformance.__main__ import VERBS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.mark.parametrize(("package", "framework", "extra"), [("torch", "torch", "torch"), ("jax", "flax", "jax")])
+def test_a_backend_without_its_framework_is_one_line_that_names_the_extra(package, framework, extra, tmp_path):
+    (tmp_path / f"{framework}.py").write_text("raise ImportError")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for more, lines in ((["-m", f"backend_{package}", "train"], 1), (["-c", f"import backend_{package}"], None)):
+        done = subprocess.run(
+            [sys.executable, *more], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+        )
+        assert f"pip install 'attention-conformance[{extra}]'" in done.stderr.splitlines()[-1]
+        assert done.returncode == (3 if lines else 1)
+        assert lines is None or len(done.stderr.splitlines()) == lines
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_missing_tool_is_said_before_any_work(verb, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    assert main([verb]) == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"conformance {verb}: needs rich: pip install 'attention-conformance[tools]'\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_help_that_fits_a_screen_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert len(text.splitlines()) <= 50
+    assert re.search("example", text, re.IGNORECASE)
+    assert "--debug" in text or verb == "vectors"  # whose two verbs have it
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_word_that_no_verb_knows_is_a_line_and_status_2(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--no-such-option"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: conformance")
+
+
+def test_the_version_is_one_number_everywhere():
+    from core_numpy.contract import __version__
+
+    assert f"version: {__version__}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(rf"^## (Unreleased|{re.escape(__version__)})", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+
+
+def test_what_is_installed_for_the_tests_is_inside_the_ranges_that_the_project_claims():
+    pinned = dict(
+        line.lower().split("==") for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if "==" in line
+    )
+    extras = project()["optional-dependencies"]
+    wanted = ("tools", "torch", "jax", "peers", "dev")
+    for line in [*project()["dependencies"], *(line for name in wanted for line in extras[name])]:
+        found = re.match(r"([\w.-]+)(\[\w+\])?>=([\d.]+)", line)
+        if found is None:
+            continue
+        name, _, least = found.groups()
+        name = name.lower()
+        version = pinned.get(name, pinned.get(name.replace("-", "_")))
+        assert version is not None, f"constraints.txt has no version of {name}"
+        assert tuple(map(int, re.findall(r"\d+", version)[:2])) >= tuple(map(int, re.findall(r"\d+", least)[:2]))
