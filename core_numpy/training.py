@@ -213,13 +213,18 @@ class Trainer:
         self._saver.wait()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> Trainer:
-        """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named."""
+    def load(
+        cls, path: str | os.PathLike[str], *, device: Any = None, parallel: dict[str, int] | None = None
+    ) -> Trainer:
+        """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named.
+
+        How it is laid out over devices is said here, and NumPy has one; a checkpoint has no layout.
+        """
         found = read_checkpoint(path)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)
-        trainer = cls(model, found.train_config)
+        trainer = cls(model, found.train_config.replace(parallel=parallel))
         expected = {name: (p.shape, p.dtype.name) for name, p in model.parameters().items()}
         for slot in trainer.state:
             check_params(expected, found.state.get(slot, {}))

@@ -34,8 +34,10 @@ def trained(B, steps, **fields):
 def gate(monkeypatch):
     """A disk that takes its time: nothing is written before the gate is set."""
     gate, entered = threading.Event(), threading.Event()
+    gate.writers = 0
 
     def write(*arguments, **more):
+        gate.writers += 1
         entered.set()
         assert gate.wait(60)
         return write_checkpoint(*arguments, **more)
@@ -69,11 +71,24 @@ def test_a_second_save_waits_for_the_first(B, tmp_path, gate):
     trainer.save(tmp_path, background=True)
     second = threading.Thread(target=trainer.save, args=(tmp_path / "second",))
     second.start()
-    second.join(0.05)
-    assert second.is_alive()
+    second.join(0.2)
+    assert second.is_alive() and gate.writers == 1
     gate.set()
     second.join(60)
-    assert not second.is_alive() and read_checkpoint(tmp_path).step == 1
+    assert not second.is_alive() and gate.writers == 2 and read_checkpoint(tmp_path).step == 1
+
+
+def test_a_run_that_was_laid_out_over_devices_goes_on_without_them(B, tmp_path):
+    from inspect import signature
+
+    trainer = trained(B, 1)
+    write_checkpoint(tmp_path, step=1, params=B.get_params(trainer.model), config=MODEL,
+                     train_config=TRAIN.replace(parallel={"data": 2}),
+                     state={slot: B.get_params(trainer.model) for slot in ("moment1", "moment2", "ema")})  # fmt: skip
+    assert B.Trainer.load(tmp_path).config.parallel is None
+    assert list(signature(B.Trainer.load).parameters) == ["path", "device", "parallel"]
+    with pytest.raises(ValueError, match="parallel"):
+        B.Trainer.load(tmp_path, parallel={"data": 0})
 
 
 def full(*arguments, **more):
