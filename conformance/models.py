@@ -104,17 +104,18 @@ def random_params(case_id: str, initial: Arrays, dtype: str) -> Arrays:
 def run_model_case(case: ModelCase, target: Target, level: str = "full") -> Iterator[Result]:
     """All results of one model or training case on one target."""
     for dtype in model_dtypes(case, target, level):
-        yield judge_model_case(case, target, dtype)
+        yield judge_model_case(case, target, dtype, level)
 
 
 def model_dtypes(case: ModelCase, target: Target, level: str) -> tuple[str, ...]:
-    """At "quick" one dtype where each call is compiled; which, turns with the case."""
+    """At "quick" one dtype where each call is compiled; which, turns with the case. Then loss and gradients speak for
+    the output too, where both could be compared: compiling the forward pass by itself is half of the time."""
     if level == "quick" and target.compiles:
         return (case.dtypes[zlib.crc32(case.id.encode()) % len(case.dtypes)],)
     return case.dtypes
 
 
-def judge_model_case(case: ModelCase, target: Target, dtype: str) -> Result:
+def judge_model_case(case: ModelCase, target: Target, dtype: str, level: str = "full") -> Result:
     """One model or training case in one dtype."""
 
     def work(tally: Tally) -> None:
@@ -124,7 +125,9 @@ def judge_model_case(case: ModelCase, target: Target, dtype: str) -> Result:
             return judge_stream(case, target, dtype, tally)
         if not target.offers(case.function):
             raise NotOffered(f"no {case.function}")
-        return (_judge_model if case.train is None else _judge_training)(case, target, dtype, tally)
+        if case.train is not None:
+            return _judge_training(case, target, dtype, tally)
+        return _judge_model(case, target, dtype, tally, forward=level != "quick" or not target.compiles)
 
     return judged(case, target, dtype, "auto", work)
 
@@ -143,7 +146,7 @@ def forward_arguments(batch: Arrays, call: Arrays) -> dict[str, Any]:
     return given
 
 
-def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally) -> None:
+def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally, *, forward: bool) -> None:
     core = reference()
     batch, call = inputs_of(case)
     module = target.module
@@ -163,8 +166,10 @@ def _judge_model(case: ModelCase, target: Target, dtype: str, tally: Tally) -> N
         model.eval()
     exact = {name: widened(x) for name, x in params.items()}
     given = forward_arguments(batch, call)
-    _judge_forward(case, target, model, mine, exact, batch, given, dtype, tally)
-    if "targets" not in batch or call:
+    differentiated = "targets" in batch and not call
+    if forward or not differentiated:
+        _judge_forward(case, target, model, mine, exact, batch, given, dtype, tally)
+    if not differentiated:
         return
     _judge_gradients(case, target, model, mine, exact, batch, dtype, tally)
 

@@ -131,7 +131,8 @@ class Call(pytest.Item):
         assert isinstance(self.parent, Judged)
         target = self.parent.target
         if isinstance(self.case, ModelCase):
-            result = judge_model_case(self.case, target, self.dtype)
+            level = self.config.option.conformance_level
+            result = judge_model_case(self.case, target, self.dtype, level)
         else:
             result = judge_call(self.case, target, self.dtype, self.kernel)
         self.user_properties += [("share", result.share), ("comparisons", result.comparisons)]

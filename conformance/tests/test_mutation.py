@@ -36,9 +36,14 @@ def test_a_mutant_differs_from_its_file_in_one_place():
 
 @pytest.mark.parametrize(
     ("file", "text"),
-    [("layers.py", "1.0 + np.tanh(inner), with Sub"), ("masks.py", "j <= i, with Lt"), ("optimizer.py", "1.0 - config.ema, with Add"),
-     ("encodings.py", "with"), ("random.py", "with")],
-)  # fmt: skip
+    [
+        ("layers.py", "1.0 + np.tanh(inner), with Sub"),
+        ("masks.py", "j <= i, with Lt"),
+        ("optimizer.py", "1.0 - config.ema, with Add"),
+        ("encodings.py", "with"),
+        ("random.py", "with"),
+    ],
+)
 def test_a_changed_line_is_caught(file, text):
     with remembering():
         assert caught_by(of(file, text))
