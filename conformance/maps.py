@@ -33,9 +33,10 @@ class Stack(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m conformance maps`: 0 done, 2 a wrong argument, 3 the framework is not installed."""
     options = _parser().parse_args(argv)
-    B, out = backend_of(options.backend), writable_folder(options.out)
+    B = backend_of(options.backend)
     model, words = read_model(B, Path(options.model))
     stacks = stacks_of(B, model, words, options)
+    out = writable_folder(options.out)
     images = write_pictures(out, stacks)
     name = Path(options.model).resolve().name
     sizes = [
@@ -81,7 +82,10 @@ def read_model(B: Any, folder: Path) -> tuple[Any, Words]:
     """The model of a checkpoint or of a Hugging Face folder, and what its ids mean."""
     if (folder / "config.json").exists():
         return B.Transformer.from_pretrained(folder), Words(folder)
-    found = read_checkpoint(folder)
+    try:
+        found = read_checkpoint(folder)
+    except ValueError as error:
+        raise ValueError(f"{error} (a Hugging Face folder would have a config.json)") from error
     model = B.Transformer(found.config, dtype=next(iter(found.params.values())).dtype.name)
     B.set_params(model, found.params)
     # Ours read bytes; one with another vocabulary has no tokenizer, and its ids are numbers.

@@ -189,6 +189,7 @@ def test_a_scaling_changes_nothing_at_the_trained_length(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # two minutes on two idle cores; on a busy machine much more
 @pytest.mark.parametrize("backend", ["backend_torch", "backend_jax"])
 @pytest.mark.parametrize("name", lab.EXPERIMENTS)
 def test_each_experiment_bears_its_claims_out(name, backend, tmp_path):

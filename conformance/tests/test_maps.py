@@ -145,11 +145,16 @@ def test_what_cannot_be_drawn_is_refused(checkpoint, arguments, said, tmp_path, 
     assert run(checkpoint, *arguments, "--out", str(tmp_path / "m")) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and "Traceback" not in error
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_model_that_is_missing_or_needs_a_source_is_named(tmp_path, capsys):
     assert run(tmp_path / "none", "a", "--out", str(tmp_path / "m")) == 2
     assert f"{tmp_path / 'none'} does not exist" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty", "a", "--out", str(tmp_path / "m")) == 2
+    said = capsys.readouterr().err
+    assert "holds no checkpoint" in said and "a Hugging Face folder would have a config.json" in said
     assert run(saved(tmp_path / "run", **PAIR), "--tokens", "1", "--out", str(tmp_path / "m")) == 2
     assert "give its source too, --context" in capsys.readouterr().err
     assert run(tmp_path / "run", "a", "--context", "b", "--out", str(tmp_path / "m")) == 2
