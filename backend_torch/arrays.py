@@ -42,7 +42,8 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
         import ml_dtypes
 
         return host.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
-    return host.numpy().copy()
+    # torch turns a transposed matrix in blocks, NumPy element by element.
+    return host.numpy().copy() if host.is_contiguous() else host.contiguous().numpy()
 
 
 def wait(x: Any) -> Any:
