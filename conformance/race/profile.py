@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# First that matches, on the operation's name. What a compiler fused has the names of its parts.
+# First that matches, on the operation's name and its source's last part. What a compiler fused has its parts' names.
 GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
     "torch": (
         (r"scaled_dot_product|flash_attn|flash_attention|fmha", "attention kernel"),
@@ -28,6 +28,7 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"copy_|clone|contiguous|cat|::to|fill_|zero_|Memcpy|Memset", "copies"),
     ),
     "jax": (
+        (r"^ynn_fusion.* reduce_sum$", "reductions"),  # the library of its products sums rows as well
         (r"^(dot|ynn_fusion|convolution)|gemm|dot_general|onednn|cublas", "matrix products"),
         (r"exponential|reduce_max", "softmax"),
         (r"erf|tanh", "activations"),
@@ -45,9 +46,10 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
 CONTAINERS = ("while", "call", "conditional")
 
 
-def group(framework: str, name: str) -> str:
-    """The kind of work that an operation's name tells."""
-    return next((kind for pattern, kind in GROUPS[framework] if re.search(pattern, name)), "other")
+def group(framework: str, name: str, source: str = "") -> str:
+    """The kind of work that an operation's name and source tell."""
+    text = f"{name} {source.rsplit('/', 1)[-1]}" if framework == "jax" else name
+    return next((kind for pattern, kind in GROUPS[framework] if re.search(pattern, text)), "other")
 
 
 def profiled(work: Callable[[], None], framework: str, device: str, count: int, rows: int) -> list[dict[str, Any]]:
@@ -56,22 +58,19 @@ def profiled(work: Callable[[], None], framework: str, device: str, count: int, 
     Each: {"op", "group", "ms" per update, "share" of all operations' time, "calls" per update, "source"}.
     """
     find = {"torch": _torch, "jax": _jax, "numpy": _numpy}[framework]
-    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    sources: dict[str, str] = {}
+    times: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, seconds, calls, source in find(work, device):
-        times[name][0] += seconds
-        times[name][1] += calls
-        sources[name] = source
+        times[name, source][0] += seconds
+        times[name, source][1] += calls
     total = sum(seconds for seconds, _ in times.values())
     if not total > 0.0:
         raise RuntimeError("the profiler saw no operation")
-    order = sorted(times, key=lambda name: -times[name][0])
     made = [
         {
-            "op": name, "group": group(framework, name), "ms": times[name][0] / count * 1e3,
-            "share": times[name][0] / total, "calls": times[name][1] / count, "source": sources[name],
+            "op": name, "group": group(framework, name, source), "ms": seconds / count * 1e3, "share": seconds / total,
+            "calls": calls / count, "source": source,
         }
-        for name in order
+        for (name, source), (seconds, calls) in sorted(times.items(), key=lambda item: -item[1][0])
     ]  # fmt: skip
     return made[:rows] + [_rest(str(kind), made[rows:]) for kind in dict.fromkeys(row["group"] for row in made[rows:])]
 
@@ -117,7 +116,8 @@ def _jax(work: Callable[[], None], device: str) -> Found:
                 # On the CPU an operation may have a second event, of its end.
                 if op is None or event.name != op or str(op).startswith(CONTAINERS):
                     continue
-                yield str(op), event.duration_ns / 1e9, 1, sources.get(str(op), "")
+                # XLA numbers its operations, and every layer has its own: those of one line of JAX are added.
+                yield re.sub(r"\.\d+$", "", str(op)), event.duration_ns / 1e9, 1, sources.get(str(op), "")
 
 
 def hlo_sources(folder: str) -> dict[str, str]:

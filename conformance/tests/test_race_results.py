@@ -333,6 +333,8 @@ def test_operations_are_told_apart_by_name():
     assert group("torch", "aten::_scaled_dot_product_flash_attention_for_cpu") == "attention kernel"
     assert group("jax", "ynn_fusion.3") == "matrix products" and group("jax", "tanh_fusion") == "activations"
     assert group("jax", "while_body") == "other"
+    assert group("jax", "ynn_fusion", "jvp(f)/reduce_sum") == "reductions"
+    assert group("jax", "ynn_fusion", "jvp(f)/dot_general") == "matrix products"
 
 
 def test_an_operation_of_xla_is_traced_to_its_line_of_jax(tmp_path):
