@@ -54,6 +54,7 @@ def test_a_block_trains_in_a_flax_users_own_loop():
     assert run(example("@nnx.jit"))["losses"][-1] < 1.5
 
 
+@pytest.mark.slow
 def test_a_block_trains_as_a_linen_module():
     load("backend_jax")
     pytest.importorskip("optax")
