@@ -1,11 +1,13 @@
 """Data that every backend reads alike, resumes from one integer, and refuses by name."""
 
 import threading
+import tracemalloc
 import warnings
 
 import numpy as np
 import pytest
 
+from core_numpy.contract import data, shuffle
 from core_numpy.contract.data import (
     IGNORED,
     batches,
@@ -257,3 +259,42 @@ def test_batches_give_no_warning_for_mapped_tokens(tmp_path):
         warnings.simplefilter("error")
         batch = next(batches(read_tokens(tmp_path / "t.bin", vocab=40), batch=2, length=5, seed=0))
     assert batch["tokens"].shape == (2, 5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 257])
+def test_places_computed_alone_are_a_permutation_that_depends_on_seed_and_epoch(size):
+    found = [shuffle.places_of(seed, epoch, size, np.arange(size)) for seed, epoch in ((0, 0), (0, 1), (5, 0))]
+    for order in found:
+        assert sorted(order) == list(range(size))
+        for number in (0, size - 1):
+            assert shuffle.places_of(0, 0, size, np.array([number]))[0] == found[0][number]
+    if size > 16:
+        assert len({order.tobytes() for order in found}) == 3 and not np.array_equal(found[0], np.arange(size))
+
+
+def test_places_computed_alone_are_spread_evenly():
+    order = shuffle.places_of(3, 0, 1000, np.arange(1000))
+    # Thirds of the places in thirds of the order: 111 each but for chance, of which six standard deviations are 30.
+    counts = np.histogram2d(np.arange(1000), order, bins=3, range=((0, 999), (0, 999)))[0]
+    assert np.abs(counts - 1000 / 9).max() < 35
+    assert abs(np.corrcoef(np.arange(1000), order)[0, 1]) < 0.15
+
+
+def test_more_windows_than_an_order_holds_are_each_read_once_and_take_no_more_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "ORDERED", 10)
+    stream = data.batches(np.arange(200), batch=3, length=8, seed=1)
+    assert stream.windows == 24
+    firsts = np.concatenate([next(stream)["tokens"][:, 0] for _ in range(8)])
+    assert sorted(firsts) == list(range(0, 192, 8))
+    monkeypatch.undo()
+    path = tmp_path / "tokens.bin"
+    with open(path, "wb") as file:
+        file.truncate(1 << 32)  # two thousand million ids, of which the disk holds none
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    tracemalloc.start()
+    try:
+        batch = next(data.batches(tokens, batch=4, length=128, seed=0, start=10**6))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert batch["tokens"].shape == (4, 128) and peak < 1_000_000

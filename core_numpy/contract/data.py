@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from .checks.common import require_int
-from .shuffle import permutation, random_words
+from .shuffle import permutation, places_of, random_words
 
 Batch = dict[str, np.ndarray]
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".json", ".csv", ".tex")
 IGNORED = -100  # the target that no loss counts
+# Up to so many windows their order is drawn at once, 8 MB; beyond it each place is computed when it is read.
+ORDERED = 1 << 20
 
 
 def default_text() -> str:
@@ -118,7 +120,8 @@ class Batches:
     """Endless batches of windows; `position` counts those given and is all that a resumed run needs.
 
     Window i is tokens[i * length : (i + 1) * length], its targets one further on. Epoch e goes through all windows
-    in the order `permutation(seed, e, windows)`; a batch may reach over the end of an epoch, so none is smaller.
+    in the order `permutation(seed, e, windows)`, of more than `ORDERED` windows in that of `places_of`; a batch may
+    reach over the end of an epoch, so none is smaller.
     """
 
     def __init__(self, tokens: np.ndarray, *, batch: int, length: int, seed: int, start: int = 0) -> None:
@@ -135,15 +138,19 @@ class Batches:
     def __next__(self) -> Batch:
         first = self.position * self.batch
         self.position += 1
-        return _cut(
-            self.tokens, np.array([self._window(n) for n in range(first, first + self.batch)], np.int64), self.length
-        )
+        numbers = np.arange(first, first + self.batch)
+        windows = np.empty(self.batch, np.int64)
+        for epoch in np.unique(numbers // self.windows):
+            here = numbers // self.windows == epoch
+            windows[here] = self._places(int(epoch), numbers[here] % self.windows)
+        return _cut(self.tokens, windows, self.length)
 
-    def _window(self, number: int) -> int:
-        epoch, place = divmod(number, self.windows)
+    def _places(self, epoch: int, numbers: np.ndarray) -> np.ndarray:
+        if self.windows > ORDERED:
+            return places_of(self.seed, epoch, self.windows, numbers)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, permutation(self.seed, epoch, self.windows)
-        return int(self._order[place])
+        return self._order[numbers]
 
 
 def batches(tokens: np.ndarray, *, batch: int, length: int, seed: int, start: int = 0) -> Batches:

@@ -13,6 +13,8 @@ from .checks.common import require_int
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _MASK = 0xFFFFFFFF
+# Four rounds make a Feistel network of good functions a strong permutation (Luby and Rackoff 1988); two to spare.
+_TURNS = 6
 
 
 def threefry2x32(key: tuple[int, int], x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -31,9 +33,7 @@ def threefry2x32(key: tuple[int, int], x0: np.ndarray, x1: np.ndarray) -> tuple[
 def random_words(seed: int, stream: int, size: int) -> np.ndarray:
     """`size` uint64 words: number i is Threefry of (i >> 32, i) under the key Threefry(seed)(0, stream)."""
     seed = require_int("seed", seed, 0)
-    base = ((seed >> 32) & _MASK, seed & _MASK)
-    zero, number = np.zeros(1, np.uint32), np.array([stream & _MASK], np.uint32)
-    k0, k1 = threefry2x32(base, zero, number)
+    k0, k1 = threefry2x32(_base(seed), np.zeros(1, np.uint32), _low(stream))
     index = np.arange(size, dtype=np.uint64)
     high, low = threefry2x32(
         (int(k0[0]), int(k1[0])), (index >> np.uint64(32)).astype(np.uint32), index.astype(np.uint32)
@@ -41,6 +41,38 @@ def random_words(seed: int, stream: int, size: int) -> np.ndarray:
     return (high.astype(np.uint64) << np.uint64(32)) | low
 
 
+def _base(seed: int) -> tuple[int, int]:
+    return ((seed >> 32) & _MASK, seed & _MASK)
+
+
+def _low(number: int) -> np.ndarray:
+    return np.array([number & _MASK], np.uint32)
+
+
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """The numbers 0 to size - 1 in random order, int64: those of `random_words(seed, epoch, size)`, sorted."""
     return np.argsort(random_words(seed, epoch, size), kind="stable")
+
+
+def places_of(seed: int, epoch: int, size: int, numbers: np.ndarray) -> np.ndarray:
+    """What stands at `numbers` of a random order of 0 to size - 1, int64, in memory that does not grow with size.
+
+    A Feistel network over the bits of the number, whose round function is Threefry, is a permutation of a power of
+    four; what falls outside of `size` is sent through again, which closes a permutation of the rest (Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains", cycle walking).
+    """
+    half = max((size - 1).bit_length() + 1 >> 1, 1)
+    mask = np.uint64((1 << half) - 1)
+    words = [int(word[0]) for word in threefry2x32(_base(seed), np.array([_MASK], np.uint32), _low(epoch))]
+    found = np.asarray(numbers).astype(np.uint64)
+    outside = np.ones(found.shape, bool)
+    while outside.any():
+        left, right = found[outside] >> np.uint64(half), found[outside] & mask
+        for turn in range(_TURNS):
+            drawn = threefry2x32((words[0], words[1]), right.astype(np.uint32), np.full(right.shape, turn, np.uint32))[
+                0
+            ]
+            left, right = right, left ^ (drawn.astype(np.uint64) & mask)
+        found[outside] = left << np.uint64(half) | right
+        outside = found >= np.uint64(size)
+    return found.astype(np.int64)
