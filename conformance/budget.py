@@ -189,10 +189,11 @@ def attention_gradient_bounds(
 
 
 def rounded_output(bound: np.ndarray, value: np.ndarray, dtype: str) -> np.ndarray:
-    """Add the one rounding of the result to its own type; where the bound is 0 the value is exact."""
+    """Add the one rounding of the result to its own type; where bound and value are 0 the result is exactly 0."""
     own = OUTPUT * UNIT[dtype] * np.abs(value)
-    # The second term: results below the smallest normal number may be given as 0.
-    return np.where(bound > 0, bound + own + 2.0 * SUBNORMAL[dtype] + TINY[accumulation(dtype)], own)
+    # What is not 0 may be lost below the smallest normal number, and is rounded to the spacing there.
+    lost = np.where((bound > 0) | (value != 0), 2.0 * SUBNORMAL[dtype] + TINY[accumulation(dtype)], 0.0)
+    return bound + own + lost
 
 
 def perturbation_bounds(

@@ -7,6 +7,7 @@ planted fault takes ten times its budget: both are measured here, and a gap that
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -206,7 +207,7 @@ def _print(table: Sequence[dict[str, Any]], faults: dict[str, float]) -> None:
         shown.add_column(name, justify="right" if name in ("calls", "median", "worst") else "left", overflow="fold")
     for row in table:
         shown.add_row(*(str(value) for value in row.values()), style="red" if row["worst"] > LIMIT else "")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 118)
     console.print(shown)
     worst = max(row["worst"] for row in table)
     name, least = next(iter(faults.items()))

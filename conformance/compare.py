@@ -118,7 +118,7 @@ def check_together(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, b
     if not usable.any():
         return 0.0
     size, limit = size[usable], bound[usable]
-    share = (value - want)[usable] * np.sign(want[usable]) / limit
+    share = (value[usable] - want[usable]) * np.sign(want[usable]) / limit
     own = np.minimum(OUTPUT * UNIT[dtype] * size, limit) / limit
     rest, rounding = 1.0 - own, own / (OUTPUT * np.sqrt(3.0))
     _, place, often = np.unique(np.round(np.frexp(size)[0] * 2.0**20), return_inverse=True, return_counts=True)

@@ -8,6 +8,8 @@ import pytest
 from conformance import budget, calibrate
 from conformance.calibrate import GAP, LIMIT, WEAKEST, main, measure, planted, random_cases, random_layers, summarise
 from conformance.memory import remembering
+from conformance.runner import PASSED, judge
+from conformance.targets import load
 from conformance.zoo import all_faults
 
 RIGHT = ["core_numpy", "honest-narrow"]
@@ -66,3 +68,13 @@ def test_unknown_names_and_no_cases_are_refused():
         main(["honest-x", "--cases", "1"])
     with pytest.raises(ValueError, match="--cases must be at least 1; got 0"):
         main(["--cases", "0"])
+
+
+def test_a_gradient_too_small_for_its_type_may_be_0_and_what_is_exactly_0_must_stay_so():
+    """gelu's slope far below 0 underflows: 1e-321 in float64, 0 in everything narrower."""
+    [case] = [one for one in random_layers(36, 1) if one.id == "random-1-layer-35"]
+    assert case.function == "gelu"
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert judge(case, load("core_numpy"), dtype).status == PASSED
+    bounds = budget.rounded_output(np.zeros(2), np.array([0.0, 1e-321]), "float32")
+    assert bounds[0] == 0.0 < bounds[1] < 1e-37

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import models, rows, space
 from ..memory import remembering
+from ..progress import Bar
 from .catching import Caught, catch, touched
 from .every import GROUPS, all_faults, group_of
 from .honest import variants
@@ -48,8 +49,11 @@ def main(argv: Sequence[str]) -> int:
     if options.diagnose:
         return _diagnose(chosen, options.level)
     everything = options.all or options.cases or bool(options.json)
-    with remembering():
-        found = [catch(fault, options.level, first=not everything) for fault in chosen]
+    found = []
+    with remembering(), Bar(len(chosen), quiet=options.json == "-") as seen:
+        for fault in chosen:
+            found.append(catch(fault, options.level, first=not everything))
+            seen(fault.id)
         functions = {name for fault in chosen for name in touched(fault)}
         blamed = [catch(variant, options.level) for variant in variants() if touched(variant) & functions]
     if options.json != "-":
