@@ -36,8 +36,9 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"copy|concatenate|transpose|pad|slice|scatter|gather|broadcast", "copies and masks"),
     ),
     "numpy": (
+        (r"ndtr|erf|gelu|silu", "activations"),
+        (r"log_sum_exp|loss", "softmax and loss"),
         (r"attention|scores|softmax", "attention"),
-        (r"ffn|FeedForward|gelu|activation", "feed-forward"),
         (r"linear|modules.py:run", "linear layers"),
         (r"optimizer|_step|update|rounded", "optimiser"),
     ),
