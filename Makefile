@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= all,dev
 
-.PHONY: install test slow demo lint oldest release clean
+.PHONY: install test slow demo docs lint oldest release clean
 
 # The stamp is written last, so that an install that was interrupted starts again.
-$(VENV)/installed-$(EXTRAS): pyproject.toml constraints.txt
+$(VENV)/installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$*]"
 	touch "$@"
 
 install: $(VENV)/installed-$(EXTRAS)
@@ -23,6 +23,10 @@ slow: install
 
 demo: install
 	$(BIN)/python -m conformance demo
+
+# The site needs neither torch nor JAX: the sources are parsed, not imported.
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -E -W --keep-going -q docs docs/_build/html
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -45,4 +49,4 @@ release:
 	cd dist && sha256sum *
 
 clean:
-	rm -rf $(VENV) $(VENV)-nox $(VENV)-release demo build dist
+	rm -rf $(VENV) $(VENV)-nox $(VENV)-release demo build dist docs/_build
