@@ -2,8 +2,7 @@
 
 A ```python block is executed in a fresh folder, with the names of the blocks before it on its page. One that begins
 with `# name.py` is a file there, and has its own names. A ```text block right behind one is what it prints. `slow`
-behind the language leaves a block to the slow tests; they also run the commands of ```console checked blocks.
-"""
+behind the language leaves a block to"""
 
 from __future__ import annotations
 
@@ -72,13 +71,13 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow: 
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     names: dict[str, Any] = {"__name__": f"page_{Path(page).stem}"}
-    blocks, ran = fences(page), 0
+    blocks, chosen, ran = fences(page), runnable(page, slow=slow), 0
     with np.printoptions(**np.get_printoptions()):  # a page may set its own
         for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
-            if block.info == CONSOLE and slow:
+            if block in chosen and block.info == CONSOLE:
                 run_console(page, block)
                 ran += 1
-            elif block.info[:1] == ["python"] and (slow or "slow" not in block.info):
+            elif block in chosen:
                 said = run_python(page, block, folder, names)
                 if behind is not None and behind.info == ["text"] and behind.adjacent:
                     assert said == behind.text, f"{page}:{behind.line} says something else"
@@ -138,15 +137,31 @@ NEEDS = {
     "backend_torch": "torch",
     "backend_jax": "flax",
 }
-WITH_PYTHON = [page for page in PAGES if any(block.info[:1] == ["python"] for block in fences(page))]
-WITH_SLOW = [page for page in PAGES if any({"slow", "checked"} & set(block.info) for block in fences(page))]
+ELSEWHERE = {"docs/training.md": "test_training_docs.py"}  # its blocks are scripts of their own, run by this file
+
+
+def runnable(page: str, *, slow: bool) -> list[Fence]:
+    """The blocks of a page that run here."""
+    python = [block for block in fences(page) if block.info[:1] == ["python"] and "devices" not in block.info]
+    if not slow:
+        return [block for block in python if "slow" not in block.info]
+    return python + [block for block in fences(page) if block.info == CONSOLE]
+
+
+OWN = [page for page in PAGES if page not in ELSEWHERE]
+WITH_PYTHON = [page for page in OWN if runnable(page, slow=False)]
+WITH_SLOW = [page for page in OWN if len(runnable(page, slow=True)) > len(runnable(page, slow=False))]
+
+
+def test_a_page_that_is_run_elsewhere_is_run_there():
+    for page, file in ELSEWHERE.items():
+        assert Path(page).name in (Path(__file__).parent / file).read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_the_python_of_a_page_runs_as_written(page, tmp_path, monkeypatch):
     before = set(sys.modules)
-    blocks = [block for block in fences(page) if block.info[:1] == ["python"] and "slow" not in block.info]
-    assert run_page(page, tmp_path, monkeypatch, slow=False) == len(blocks)
+    assert run_page(page, tmp_path, monkeypatch, slow=False) == len(runnable(page, slow=False))
     forget(before, tmp_path)
 
 
@@ -161,8 +176,7 @@ def forget(before: set[str], folder: Path) -> None:
 @pytest.mark.parametrize("page", WITH_SLOW)
 def test_all_of_a_page_runs_as_written_its_console_too(page, tmp_path, monkeypatch):
     before = set(sys.modules)
-    blocks = [block for block in fences(page) if block.info[:1] == ["python"] or block.info == CONSOLE]
-    assert run_page(page, tmp_path, monkeypatch, slow=True) == len(blocks)
+    assert run_page(page, tmp_path, monkeypatch, slow=True) == len(runnable(page, slow=True))
     forget(before, tmp_path)
 
 
@@ -235,6 +249,13 @@ def wrong_command(program: str, words: list[str]) -> str | None:
     if not known or (own and words[0] not in VERBS and not words[0].startswith("-")):
         return f"no verb {words[0]}"
     return f"no options {sorted(asked - known)}" if asked - known else None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_python_of_a_page_can_be_parsed(page):
+    for block in fences(page):
+        if block.info[:1] == ["python"]:
+            assert ast.parse(block.text, f"{page}:{block.line}").body
 
 
 @pytest.mark.parametrize("page", PAGES)
