@@ -174,30 +174,48 @@ _ORDER = (
 )  # fmt: skip
 
 
+# Of these every plainer value is tried, of the others the plainest alone.
+_LADDERS = ("dtype", "function", "q_offset", "window")
+
+
 def _smaller(name: str, choice: Choice, target: Target) -> list[Any]:
-    """Values to try in the place of the choice's, the smallest first."""
+    """Values to try in the place of the choice's, the smallest or plainest first."""
     now = choice[name]
+    if name in _SIZES:
+        return _SIZES[name](now)
     values = attention_space().factors[name]
-    if name == "keys":
-        steps = [1, 2, 3, 4, 5, 7, 9, 17, now // 2, now - 1]
-        return sorted({n for n in steps if 0 < n < now})
-    if name == "queries":
-        count = choice["keys"] if now == "same" else now
-        steps = [n for n in (1, 2, 3, 5, count // 2, count - 1) if 0 < n < count]
-        return sorted(set(steps)) if now != "same" else []
-    if name == "sizes":
-        return [(d, e) for d, e in ((1, 1), (2, 1), (4, 1), (now[0], 1), (1, now[1])) if (d, e) < now and e <= now[1]]
-    if name == "batch":
-        return [value for value in ((), (2,)) if value != now and len(value) < (9 if now == "no heads" else len(now))]
-    if name == "heads":
-        return [value for value in ((1, 1), (2, 2), (2, 1), (4, 2)) if value < now]
     if name == "dtype":
         values = tuple(d for d in values if d in target.dtypes())
-    if name == "function":
+    elif name == "function":
         values = tuple(f for f in values if target.offers(f))
-    place = values.index(now) if now in values else len(values)
-    # A number of its own may be as plain as a listed one; an argument that stays keeps its value otherwise.
-    return list(values[:1] if name not in ("dtype", "function", "q_offset", "window") else values[:place])[: place or 0]
+    if now not in values:  # a number of its own
+        return [values[0]]
+    place = values.index(now)
+    return list(values[:place] if name in _LADDERS else values[: min(place, 1)])
+
+
+def _shorter(now: Any) -> list[int]:
+    """Lengths below; "same" follows the keys."""
+    steps = (1, 2, 3, 4, 5, 7, 9, 17, now // 2, now - 1) if now != "same" else ()
+    return sorted({n for n in steps if 0 < n < now})
+
+
+def _head_sizes(now: tuple[int, int]) -> list[tuple[int, int]]:
+    tried = ((1, 1), (2, 1), (4, 1), (now[0], 1), (1, now[1]))
+    return [(d, e) for d, e in tried if (d, e) < now and e <= now[1]]
+
+
+def _fewer_axes(now: Any) -> list[tuple[int, ...]]:
+    return [value for value in ((), (2,)) if value != now and (now == "no heads" or len(value) < len(now))]
+
+
+_SIZES: dict[str, Callable[[Any], list[Any]]] = {
+    "keys": _shorter,
+    "queries": _shorter,
+    "sizes": _head_sizes,
+    "batch": _fewer_axes,
+    "heads": lambda now: [value for value in ((1, 1), (2, 2), (2, 1), (4, 2)) if value < now],
+}
 
 
 def to_toml(case: Case) -> str:
