@@ -400,6 +400,26 @@ def losses(path):
     return [f"{row['loss']:.4f}" for row in logged(path)]
 
 
+def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_leaves_its_last_checkpoint(tmp_path, monkeypatch, capsys):
+    plain, out = os.fsync, tmp_path / "run"
+
+    def full(number):
+        if (out / "step-00000002").exists():
+            raise OSError(28, "No space left on device")
+        return plain(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    run = ["train", "--steps", "9", "--batch", "2", "--length", "16", "--plain", "--checkpoint-every", "2"]
+    assert main(real("numpy"), [*run, "--out", str(out)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"error: .*cannot write the checkpoint .*step-0000000\d: No space left on device; .*", error)
+    assert read_checkpoint(out).step == 2 and not [name for name in os.listdir(out) if name.startswith(".")]
+    monkeypatch.undo()
+    monkeypatch.setattr(training_run, "EVALUATION_BATCHES", 2)
+    assert main(real("numpy"), ["train", "--resume", str(out), "--plain"]) == 0
+    assert [step for step, _ in read_curve(out / "log.jsonl")] == list(range(1, 10))
+
+
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_the_same_seed_prints_the_same_losses_as_the_reference(name, reference, tmp_path, monkeypatch):
     monkeypatch.setattr(training_run, "EVALUATION_BATCHES", 2)
