@@ -38,13 +38,23 @@ def rows_of(target: Target, level: str = "quick", pattern: str | None = None) ->
     found = []
     cases: list[Case | ModelCase] = [case for case in space.select(level, pattern) if case.verb != "refuses"]
     for case in [*cases, *models.select_models(level, pattern)]:
-        results = [result for result in _results(case, target, level) if result.status != ABSENT]
-        if not results:
+        worst = _worst(case, target, level)
+        if worst is None:
             continue
-        worst = next((result for result in results if result.status == FAILED), results[0])
         case = as_offered(case, target)[0] if isinstance(case, Case) else case
         found.append(Row(case, worst.dtype, worst.kernel, worst.share, worst.status == FAILED))
     return found
+
+
+def _worst(case: Case | ModelCase, target: Target, level: str) -> Result | None:
+    """The first call that fails, or else the first that was judged."""
+    first = None
+    for result in _results(case, target, level):
+        if result.status == FAILED:
+            return result
+        if first is None and result.status != ABSENT:
+            first = result
+    return first
 
 
 def _results(case: Case | ModelCase, target: Target, level: str) -> Iterator[Result]:
