@@ -63,6 +63,71 @@ def test_a_right_attention_has_nothing_to_diagnose():
     assert first_guess(module, "attention") == []
 
 
+def filled_attention(q, k, v, *, mask=None):
+    """Scores of masked pairs get a large negative number; gradients follow, as by autograd."""
+    out, _ = _filled(q, k, v, mask)
+    return out.astype(q.dtype)
+
+
+def _filled(q, k, v, mask):
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
+    s = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
+    s = s if mask is None else np.where(mask, s, -1e9)
+    e = np.exp(s - s.max(-1, keepdims=True))
+    p = e / e.sum(-1, keepdims=True)
+    return p @ v, p
+
+
+def filled_attention_vjp(grad, q, k, v, *, mask=None):
+    out, p = _filled(q, k, v, mask)
+    wide = np.asarray(grad, dtype=np.float64)
+    ds = p * (wide @ np.swapaxes(np.asarray(v, dtype=np.float64), -1, -2) - (wide * out).sum(-1, keepdims=True))
+    ds = (ds if mask is None else np.where(mask, ds, 0.0)) / np.sqrt(q.shape[-1])
+    found = {"q": ds @ k.astype(np.float64), "k": np.swapaxes(ds, -1, -2) @ q.astype(np.float64)}
+    found["v"] = np.swapaxes(p, -1, -2) @ wide
+    return {name: x.astype(q.dtype) for name, x in found.items()}
+
+
+def test_a_fault_of_the_result_is_named_where_gradients_follow_it():
+    gradients = types.SimpleNamespace(attention_vjp=filled_attention_vjp)
+    module = outside(attention=filled_attention, gradients=gradients)
+    target = Target(module, "outside")
+    with remembering():
+        judged = rows_of(target, "quick", "attention-mask-2d") + rows_of(target, "quick", "dead-row")
+        guess = diagnose(target, judged, Bench())[0]
+    assert guess.fault.id == "dead-row-mean" and "attention-dead-row-gradient" in guess.explained
+
+
+def test_half_arithmetic_is_named_by_what_it_costs_in_half_types_alone():
+    from conformance.targets.peers.roundings import Plain
+
+    module = outside(attention=Plain("all").attention, DTYPES=("float32", "bfloat16", "float16"))
+    guess = first_guess(module, "attention-half")[0]
+    assert guess.fault.id == "half-arithmetic" and "attention-half-sum" in guess.explained
+    assert "times their budgets in a half type alone" in evidence(guess)
+
+
+def test_a_fault_of_a_model_is_named():
+    class Transformer(core_numpy.Transformer):
+        def __init__(self, config, **more):
+            super().__init__(config, **more)
+            self.config = config.replace(logit_scale=None)
+
+    names = ("ModelConfig", "get_params", "set_params", "loss_and_gradients", "key")
+    module = outside(Transformer=Transformer, **{name: getattr(core_numpy, name) for name in names})
+    assert first_guess(module, "model-relative")[0].fault.id == "model-logit-scale"
+
+
+def test_a_fault_of_training_is_named():
+    class Trainer(core_numpy.Trainer):
+        def __init__(self, model, config, **more):
+            super().__init__(model, config.replace(clip_norm=None), **more)
+
+    names = ("ModelConfig", "TrainConfig", "Transformer", "get_params", "set_params")
+    module = outside(Trainer=Trainer, **{name: getattr(core_numpy, name) for name in names})
+    assert first_guess(module, "training-one-step")[0].fault.id == "clip-ignored"
+
+
 def test_two_faults_of_different_functions_are_both_named():
     def gelu(x, *, approximate="none"):
         wide = x.astype(np.float64)
@@ -86,11 +151,12 @@ def test_a_sample_of_the_zoo_is_named_rightly():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_nine_in_ten_of_the_zoo_are_named_rightly():
     found = score_zoo()
     right = set(named_rightly(found))
-    assert len(right) >= 0.9 * len(found), sorted(fault.id for fault, _ in found if fault.id not in right)
+    # Those that only fail to refuse cannot be named; they count.
+    assert len(right) >= 0.9 * len(all_faults()), sorted(fault.id for fault, _ in found if fault.id not in right)
 
 
 def test_the_command_says_what_is_wrong(monkeypatch, capsys):
