@@ -345,14 +345,14 @@ def test_every_public_name_is_in_the_specification():
 # --- the site
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_lists_every_public_name(tmp_path):
-    build = pytest.importorskip("sphinx.cmd.build")
-    pytest.importorskip("myst_parser")
-    pytest.importorskip("furo")
+    for name in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(name)
     import core_numpy
 
-    assert (
-        build.main(["-E", "-W", "-q", str(ROOT / "docs"), str(tmp_path / "html"), "-d", str(tmp_path / "trees")]) == 0
-    )
+    # A process of its own: what the builder's own Python warns of is not about the pages.
+    command = [sys.executable, "-m", "sphinx", "-E", "-W", "-q", "-d", str(tmp_path / "trees"), str(ROOT / "docs")]
+    done = subprocess.run([*command, str(tmp_path / "html")], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and not done.stderr, done.stderr
     page = (tmp_path / "html/api.html").read_text("utf-8")
     missing = [name for name in core_numpy.__all__ if f'id="name-{name.replace("_", "-").lower()}"' not in page]
     assert missing == []
