@@ -111,6 +111,11 @@ class ParallelTrainer(Trainer):
         self.mesh = make_mesh(self.layout)
         super().__init__(model, config)
 
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all of them."""
+        return jax.process_index() == 0
+
     def step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """As on one device, on the same whole batch in every process."""
         if isinstance(batch, Mapping) and hasattr(batch.get("tokens"), "shape"):
@@ -149,7 +154,7 @@ class ParallelTrainer(Trainer):
         """As on one device; the first process writes what all of them hold."""
         snapshot = self._snapshot()
         written = checkpoint_path(path, self.updates)
-        if jax.process_index() == 0:
+        if self.first:
             written = self._saver.save(path, background=background, **snapshot)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils

@@ -195,6 +195,7 @@ def _spread_fsdp(model: Transformer, config: TrainConfig, group: Group) -> None:
         if isinstance(module, FSDPModule):
             # The loss is divided by all counted targets already: gradients are added, not averaged.
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 def local(x: Tensor) -> Tensor:
@@ -237,6 +238,11 @@ class ParallelTrainer(Trainer):
         super().__init__(model, config)
         if self.group.layout.fsdp > 1:
             self._low = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all of them."""
+        return self.group.rank == 0
 
     def step(self, batch: Any) -> dict[str, Any]:
         """As on one device, on the same whole batch in every process."""
@@ -380,7 +386,7 @@ class ParallelTrainer(Trainer):
         params = arrays.pop("")
         snapshot = self._snapshot({name: params[name] for name in own}, arrays)
         written = checkpoint_path(path, self.updates)
-        if self.group.rank == 0:
+        if self.first:
             written = self._saver.save(path, background=background, **snapshot)
         dist.barrier()
         return written

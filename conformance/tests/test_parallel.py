@@ -84,3 +84,19 @@ def test_processes_that_have_not_come_are_named():
 def test_axes_that_do_not_exist_and_sizes_that_are_none_are_refused(parallel):
     with pytest.raises(ValueError, match="axes are data, fsdp, tensor and context"):
         C.TrainConfig(parallel=parallel)
+
+
+def test_a_layout_on_a_command_line_is_read_or_refused():
+    assert P.parse_parallel("data=2, fsdp=4") == {"data": 2, "fsdp": 4}
+    for wrong in ("data", "data=", "data=x", "data=2,data=3", "data=-1", ""):
+        with pytest.raises(ValueError, match="--parallel must be axes and sizes"):
+            P.parse_parallel(wrong)
+
+
+def test_numpy_refuses_a_layout_of_a_new_run_and_of_a_resumed_one(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.parallel must be None: NumPy has one device"):
+        C.Trainer(C.Transformer(MODEL), C.TrainConfig(parallel={"data": 2}))
+    trainer = C.Trainer(C.Transformer(MODEL), C.TrainConfig())
+    trainer.save(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.parallel must be None: NumPy has one device"):
+        C.Trainer.load(tmp_path, parallel={"data": 2})

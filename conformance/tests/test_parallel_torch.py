@@ -65,6 +65,7 @@ def test_bfloat16_and_other_optimisers_are_spread_too(tmp_path):
         2, [{"parallel": p, "precision": "bfloat16", "steps": 3} for p in ({"fsdp": 2}, {"tensor": 2})], tmp_path
     )
     judge(half, 2, tolerance=3e-2)
+    judge(run(2, [{"parallel": {"fsdp": 2}, "precision": "float32", "steps": 3}], tmp_path), 1, tolerance=3e-3)
     jobs = [{"parallel": {"fsdp": 2}, "optimizer": "sgd"}, {"parallel": {"tensor": 2}, "optimizer": "sgd"}]
     judge(run(2, jobs, tmp_path), 2)
 
@@ -159,3 +160,25 @@ def test_when_a_process_is_killed_the_others_say_so_inside_a_minute_and_the_chec
     import backend_torch as B
 
     assert B.Trainer.load(folder).updates == 2
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_on_several_processes_and_prints_what_one_prints(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    train = ["-m", "backend_torch", "train", "--steps", "4", "--plain", "--batch", "4"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    runs = {"one": [sys.executable], "two": launch}
+    losses = {}
+    for name, start in runs.items():
+        spread = ["--parallel", "fsdp=2"] if name == "two" else []
+        done = subprocess.run(
+            [*start, *train, *spread, "--out", str(tmp_path / name)], env=environment, cwd=tmp_path,
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        losses[name] = [row["loss"] for row in rows]
+        assert (tmp_path / name / "step-00000004" / "checkpoint.json").is_file()
+        assert done.stdout.count("validation: loss") == 1
+    assert len(losses["two"]) == 4
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)

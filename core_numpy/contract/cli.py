@@ -6,9 +6,12 @@ It knows the backend by its public names alone, so that the three do the same th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +22,7 @@ import numpy as np
 from .config import PRECISIONS, SCHEDULES, ModelConfig
 from .data import evaluation_batches, split
 from .files import Checkpoint, read_checkpoint
+from .parallel import parse_parallel
 from .progress import bits_per_byte
 from .source import open_source
 from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, resume, run, stored_settings
@@ -142,6 +146,9 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--precision", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (default float32)"
     )
+    verb.add_argument(
+        "--parallel", metavar="AXES", help="layout over devices, data=2,fsdp=2 say; axes: data, fsdp, context, tensor"
+    )
     verb.add_argument("--out", metavar="DIR", help="where the run goes (default runs/<backend>-<size>)")
     verb.add_argument("--resume", metavar="DIR", help="go on with a run or checkpoint, of any backend")
     verb.add_argument(
@@ -161,11 +168,20 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
     name = backend_name(backend)
     if arguments.checkpoint_every is not None and arguments.checkpoint_every < 1:
         raise ValueError(f"--checkpoint-every must be at least 1; got {arguments.checkpoint_every}")
+    parallel = None if arguments.parallel is None else parse_parallel(arguments.parallel)
+    places: dict[str, Any] = {"out": arguments.out, "device": arguments.device, "parallel": parallel}
     if arguments.resume is None:
-        session = begin(backend, name, given, out=arguments.out, device=arguments.device)
+        session = begin(backend, name, given, **places)
     else:
-        session = resume(backend, name, given, arguments.resume, out=arguments.out, device=arguments.device)
-    return run(session, every=arguments.checkpoint_every, as_json=arguments.json, plain=arguments.plain)
+        session = resume(backend, name, given, arguments.resume, **places)
+    options = {"every": arguments.checkpoint_every, "as_json": arguments.json, "plain": arguments.plain}
+    if getattr(session.trainer, "first", True):
+        return run(session, **options)
+    # One process of several speaks and writes for all of them.
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        session.out = Path(folder)
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            return run(session, **options)
 
 
 def evaluate(backend: ModuleType, arguments: argparse.Namespace) -> int:

@@ -59,6 +59,17 @@ class Layout:
         return "{" + said + "}"
 
 
+def parse_parallel(text: str) -> dict[str, int]:
+    """ "data=2,fsdp=4" -> {"data": 2, "fsdp": 4}, from a command line; TrainConfig checks axes and sizes."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not size.isdigit() or axis in found:
+            raise ValueError(f"--parallel must be axes and sizes, each axis once, such as data=2,fsdp=4; got {text!r}")
+        found[axis] = int(size)
+    return found
+
+
 def check_layout(layout: Layout, config: ModelConfig, train: TrainConfig, devices: int, what: str) -> None:
     """A layout of a model over `devices` devices (`what` they are: "processes", "devices")."""
     if layout.devices != devices:

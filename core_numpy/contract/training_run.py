@@ -120,7 +120,15 @@ def train_config(settings: Settings) -> TrainConfig:
     )
 
 
-def begin(backend: ModuleType, name: str, given: Settings, *, out: str | None, device: str | None) -> Session:
+def begin(
+    backend: ModuleType,
+    name: str,
+    given: Settings,
+    *,
+    out: str | None,
+    device: str | None,
+    parallel: dict[str, int] | None = None,
+) -> Session:
     """A new run, in a folder of its own."""
     size = given.size or "tiny"
     shape = SIZES[size]
@@ -131,7 +139,10 @@ def begin(backend: ModuleType, name: str, given: Settings, *, out: str | None, d
     source = open_source(settings.text, settings.data)
     train, validation = split(source.tokens, length=settings.length)
     # Everything that can be refused is refused before the folder is made.
-    schedule, config = train_config(settings), model_config(size, settings.length, source.vocab)
+    schedule, config = (
+        train_config(settings).replace(parallel=parallel),
+        model_config(size, settings.length, source.vocab),
+    )
     folder = _new_folder(Path(out) if out is not None else None, f"{name}-{size}")
     trainer = backend.Trainer(backend.Transformer(config, seed=schedule.seed, device=device), schedule)
     share = _share(backend, config, settings, device)
@@ -140,7 +151,14 @@ def begin(backend: ModuleType, name: str, given: Settings, *, out: str | None, d
 
 
 def resume(
-    backend: ModuleType, name: str, given: Settings, folder: str, *, out: str | None, device: str | None
+    backend: ModuleType,
+    name: str,
+    given: Settings,
+    folder: str,
+    *,
+    out: str | None,
+    device: str | None,
+    parallel: dict[str, int] | None = None,
 ) -> Session:
     """A run that goes on where a checkpoint, of any backend, ends; with a constant rate `steps` may be another."""
     checkpoint = read_checkpoint(folder)
@@ -168,7 +186,7 @@ def resume(
     train, validation = split(source.tokens, length=settings.length)
     if settings.steps <= checkpoint.step:
         raise ValueError(f"{checkpoint.path} has {checkpoint.step} updates already: give --steps above that")
-    trainer = backend.Trainer.load(checkpoint.path, device=device)
+    trainer = backend.Trainer.load(checkpoint.path, device=device, parallel=parallel)
     share = _share(backend, checkpoint.config, settings, device)
     where = Path(out) if out is not None else _run_folder(checkpoint)
     described = f"{name}: {_parameters(checkpoint.config):,} parameters, going on after update {checkpoint.step}"
