@@ -22,9 +22,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core_numpy.contract import __version__
-from core_numpy.contract.checkpoints import checkpoint_path
+from core_numpy.contract.checkpoints import checkpoint_path, finish_shards
 from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.parallel import AXES, Layout, check_alike, check_layout, check_parallel_batch
+from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, write_shard
 
 from . import place
 from .arrays import to_numpy
@@ -89,16 +90,21 @@ def facts(config: ModelConfig, train: TrainConfig) -> dict[str, Any]:
     }
 
 
-def compare(own: Mapping[str, Any]) -> None:
-    """Refuse to go on where processes differ in what they are about to compute."""
+def said_by_all(own: Any) -> list[Any]:
+    """What each process says, something that JSON can say, by its number."""
     if jax.process_count() == 1:
-        return
+        return [own]
     from jax.experimental import multihost_utils
 
     text = np.frombuffer(json.dumps(own, sort_keys=True).encode(), np.uint8)
     longest = int(multihost_utils.process_allgather(np.array(len(text))).max())
     said = multihost_utils.process_allgather(np.pad(text, (0, longest - len(text)), constant_values=ord(" ")))
-    check_alike({rank: json.loads(row.tobytes()) for rank, row in enumerate(said)}, jax.process_index())
+    return [json.loads(row.tobytes()) for row in np.asarray(said)]
+
+
+def said_by_first(own: str) -> str:
+    """What the first process says."""
+    return said_by_all(own)[0]
 
 
 class ParallelTrainer(Trainer):
@@ -106,7 +112,7 @@ class ParallelTrainer(Trainer):
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         self.layout = Layout.of(config.parallel)
-        compare(facts(model.config, config))
+        check_alike(dict(enumerate(said_by_all(facts(model.config, config)))), jax.process_index())
         check_layout(self.layout, model.config, config, jax.device_count(), "devices")
         self.mesh = make_mesh(self.layout)
         super().__init__(model, config)
@@ -151,13 +157,36 @@ class ParallelTrainer(Trainer):
         return {name: put(x, NamedSharding(self.mesh, specs[name])) for name, x in arrays.items()}
 
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
-        """As on one device; the first process writes what all of them hold."""
-        snapshot = self._snapshot()
-        written = checkpoint_path(path, self.updates)
-        if self.first:
-            written = self._saver.save(path, background=background, **snapshot)
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
+        """As on one device, every process writing what its devices hold and no other has.
 
-            multihost_utils.sync_global_devices(str(written))
-        return written
+        All processes see one file system. `background` is taken, and the checkpoint is written at once: it is whole
+        when the last process says so.
+        """
+        final = checkpoint_path(path, self.updates)
+        directory = Path(said_by_first(str(open_shards(path, final)) if self.first else ""))
+        entry = write_shard(directory, jax.process_index(), self._pieces())
+        entries = said_by_all(entry)
+        if self.first:
+            config = self.config.replace(parallel=None)
+            shapes = {name: list(p.shape) for name, p in self._params.items()}
+            finish_shards(
+                directory, final, step=self.updates, config=self.model.config, train_config=config,
+                extra=self._extra(), shards={shard_name(rank): said for rank, said in enumerate(entries)},
+                wholes=dict.fromkeys((MODEL_SLOT, *self.state), shapes),
+            )  # fmt: skip
+        said_by_all("written")
+        return final
+
+    def _pieces(self) -> dict[tuple[str, str], list[tuple[tuple[int, ...], np.ndarray]]]:
+        """The shards of this process's devices; of copies the first."""
+        found = {}
+        for slot, arrays in {MODEL_SLOT: self._params, **self.state}.items():
+            for name, x in arrays.items():
+                pieces = [
+                    (tuple(part.start or 0 for part in shard.index), np.asarray(shard.data))
+                    for shard in x.addressable_shards
+                    if shard.replica_id == 0
+                ]
+                if pieces:
+                    found[slot, name] = pieces
+        return found

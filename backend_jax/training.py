@@ -199,12 +199,15 @@ class Trainer:
             "state": {slot: {name: to_numpy(x) for name, x in arrays.items()} for slot, arrays in self.state.items()},
             "config": self.model.config,
             "train_config": self.config.replace(parallel=None),
-            "extra": {
-                "backend": "backend_jax",
-                "batches": self.batches,
-                "loss_scale": self.loss_scale,
-                "loss_scale_steps": self._good,
-            },
+            "extra": self._extra(),
+        }
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "backend": "backend_jax",
+            "batches": self.batches,
+            "loss_scale": self.loss_scale,
+            "loss_scale_steps": self._good,
         }
 
     def wait(self) -> None:

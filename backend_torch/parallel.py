@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from core_numpy.contract import __version__
-from core_numpy.contract.checkpoints import checkpoint_path
+from core_numpy.contract.checkpoints import checkpoint_path, finish_shards
 from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.parallel import (
     AXES,
@@ -38,6 +39,7 @@ from core_numpy.contract.parallel import (
     check_parallel_batch,
     check_present,
 )
+from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, write_shard
 
 from . import place
 from .arrays import to_numpy
@@ -219,6 +221,16 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def first_index(parameter: Tensor) -> tuple[int, ...]:
+    """Where in the whole parameter what this process holds begins."""
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    _, start = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )  # as torch.distributed.checkpoint does
+    return tuple(start)
+
+
 def spread_over(parameter: Tensor) -> frozenset[str]:
     """The axes over which a parameter is spread."""
     if not isinstance(parameter, DTensor):
@@ -374,22 +386,41 @@ class ParallelTrainer(Trainer):
         return [name for name in self.model.names if name in found]  # type: ignore[union-attr]
 
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
-        """As on one device; the first process writes what all of them hold."""
+        """As on one device, every process writing what it holds and no other one has.
+
+        All processes see one file system. `background` is taken, and the checkpoint is written at once: it is whole
+        when the last process says so.
+        """
+        final = checkpoint_path(path, self.updates)
+        made: list[Any] = [str(open_shards(path, final)) if self.first else None]
+        with self._answered():
+            dist.broadcast_object_list(made, src=0)
+            said: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(said, write_shard(Path(made[0]), self.group.rank, self._pieces()))
+            if self.first:
+                snapshot = self._snapshot({}, {})
+                del snapshot["params"], snapshot["state"]
+                shapes = {name: list(turn(self.model, name, p).shape) for name, p in named(self.model).items()}
+                finish_shards(
+                    Path(made[0]), final, **snapshot, shards={shard_name(n): entry for n, entry in enumerate(said)},
+                    wholes=dict.fromkeys((MODEL_SLOT, *self.state), shapes),
+                )  # fmt: skip
+            dist.barrier()
+        return final
+
+    def _pieces(self) -> dict[tuple[str, str], list[tuple[tuple[int, ...], np.ndarray]]]:
+        """What this process writes: of what several hold alike, the first one's."""
+        found: dict[tuple[str, str], list[tuple[tuple[int, ...], np.ndarray]]] = {}
         own = named(self.model)
-        arrays = {
-            slot: {
-                name: to_numpy(turn(self.model, name, whole(like(own[name], view))))
-                for name, view in self.flat.views(buffer).items()
-            }
-            for slot, buffer in {"": self.flat.data, **self.state}.items()
-        }
-        params = arrays.pop("")
-        snapshot = self._snapshot({name: params[name] for name in own}, arrays)
-        written = checkpoint_path(path, self.updates)
-        if self.first:
-            written = self._saver.save(path, background=background, **snapshot)
-        dist.barrier()
-        return written
+        for slot, buffer in {MODEL_SLOT: self.flat.data, **self.state}.items():
+            for name, view in self.flat.views(buffer).items():
+                elsewhere = [axis for axis in AXES if self.group.place[axis] and axis not in self._spread[name]]
+                if elsewhere or (not view.numel() and own[name].numel()):
+                    continue
+                start = first_index(own[name])
+                piece = turn(self.model, name, view)
+                found[slot, name] = [(start if piece is view else start[::-1], to_numpy(piece))]
+        return found
 
     def _fill(self, slot: str, arrays: Mapping[str, np.ndarray]) -> None:
         # Spread as the parameters are, by what spreads the parameters.

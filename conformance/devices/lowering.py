@@ -20,7 +20,9 @@ from .programs import SMALL, Item, items, lowering_for
 PLATFORMS = ("tpu", "cuda", "rocm")
 # The same program from another lowering: sums may be taken in another order. bfloat16 has 8 bits, and a gradient
 # that rounds the other way moves its moments by as much.
-TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
+# A first AdamW update divides a gradient by its own size, so that the rounding of a small one is a part of the update.
+TOLERANCE = {"train step, bfloat16": 1e-2, "train step, float32": 1e-3}
+OTHERS = 1e-5
 
 
 def rows() -> Iterator[Row]:
@@ -70,7 +72,7 @@ def called(item: Item) -> Row:
         apart = distance(want, got)
     except Exception as error:
         return Row(item.name, "cpu", "ran", "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    status = "ok" if apart <= TOLERANCE["bfloat16" if "bfloat16" in item.name else "float32"] else "failed"
+    status = "ok" if apart <= TOLERANCE.get(item.name, OTHERS) else "failed"
     return Row(item.name, "cpu", "ran", status, f"written, read back and run: {apart:.1e} apart")
 
 

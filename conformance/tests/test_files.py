@@ -296,10 +296,10 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
 
 
 def test_a_newer_schema_says_that_it_is_newer(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "SCHEMA", 2)
+    monkeypatch.setattr(checkpoints, "SCHEMA", 3)
     path = write(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="has schema 2, this version reads up to 1: a newer version wrote it"):
+    with pytest.raises(ValueError, match="has schema 3, this version reads up to 2: a newer version wrote it"):
         read_checkpoint(path)
 
 

@@ -4,8 +4,9 @@
                          optimizer.safetensors    <slot>/<name>: moment1/blocks.0..., moment2/..., ema/...
                          checkpoint.json          schema, step, configs, extra, digests of all of it
 
-A checkpoint appears by one rename of a finished directory, so half a checkpoint never has the name of one. The
-digests cover every byte: the files' SHA-256, each tensor's, and one over checkpoint.json itself.
+Several processes write shards in place of the first two files (`shards`). A checkpoint appears by one rename of a
+finished directory, so half a checkpoint never has the name of one. The digests cover every byte: the files' SHA-256,
+each tensor's, and one over checkpoint.json itself.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import numpy as np
 
 from .checks.common import require_int
 from .config import ModelConfig, TrainConfig
+from .shards import MODEL_SLOT, read_shards
 from .tensor_file import encode_tensors, flush_directory, read_tensors, temporary_name
 
-SCHEMA = 1
+# One process wrote it whole, or several in shards.
+SCHEMA, SHARDED = 1, 2
 MANIFEST, MODEL, OPTIMIZER = "checkpoint.json", "model.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.step-(\d{8,})\..+\.old")
@@ -84,8 +87,8 @@ def write_checkpoint(
         "config": config.to_dict(),
         "train_config": train_config.to_dict(),
         "extra": dict(extra or {}),
-        "files": {name: {"size": len(data), "sha256": _sha256(data)} for name, data in files.items()},
-        "tensors": {MODEL: _digests(params), OPTIMIZER: _digests(flat)},
+        "files": {name: {"size": len(data), "sha256": sha256(data)} for name, data in files.items()},
+        "tensors": {MODEL: digests(params), OPTIMIZER: digests(flat)},
     }
     try:
         files[MANIFEST] = _render(document)
@@ -95,16 +98,47 @@ def write_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        _write_directory(path, files)
+        _write_directory(path, temporary_name(path), files)
     except OSError as error:
         raise OSError(
             error.errno, f"cannot write the checkpoint {path}: {error.strerror}; older checkpoints are untouched"
         ) from error
+    _forget(folder, path, keep)
+    return path
+
+
+def finish_shards(
+    directory: Path,
+    path: Path,
+    *,
+    step: int,
+    shards: Mapping[str, Any],
+    wholes: Mapping[str, Mapping[str, Any]],
+    config: ModelConfig,
+    train_config: TrainConfig,
+    extra: Mapping[str, Any],
+    keep: int | None = 3,
+) -> Path:
+    """Make a checkpoint of a directory that all processes have filled (`shards`): its manifest, and its name.
+
+    shards: file -> what `write_shard` gave. wholes: slot -> parameter -> shape.
+    """
+    document = {
+        "schema": SHARDED, "step": step, "config": config.to_dict(), "train_config": train_config.to_dict(),
+        "extra": dict(extra), "shards": dict(shards), "wholes": {slot: dict(names) for slot, names in wholes.items()},
+    }  # fmt: skip
+    _write_directory(path, directory, {MANIFEST: _render(document)})
+    _remove_leftovers(path.parent)
+    _forget(path.parent, path, keep)
+    return path
+
+
+def _forget(folder: Path, path: Path, keep: int | None) -> None:
+    """Delete all but the last `keep`, of which `path` is one."""
     if keep is not None:
         others = [other for other in _steps(folder) if other != path]
         for old in others[: max(len(others) + 1 - keep, 0)]:
             shutil.rmtree(old, ignore_errors=True)
-    return path
 
 
 def checkpoint_path(folder: str | os.PathLike[str], step: int) -> Path:
@@ -162,34 +196,46 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _read_files(path: Path, document: dict[str, Any]) -> Checkpoint:
-    tensors = {}
-    for name in (MODEL, OPTIMIZER):
-        file = path / name
-        if file.is_symlink() or not file.is_file():
-            raise ValueError(f"{path} lacks the file {name}")
-        want = document["files"][name]
-        if file.stat().st_size != want["size"]:
-            raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes where {want['size']} were written")
-        sound = _sha256_of(file) == want["sha256"]
-        # Read also where the file's digest is wrong: the tensors' digests then say which one it is.
-        tensors[name], _ = read_tensors(file)
-        came, wrote = _digests(tensors[name]), document["tensors"][name]
-        wrong = sorted(key for key in came.keys() | wrote.keys() if came.get(key) != wrote.get(key))
-        if wrong or not sound:
-            raise ValueError(f"{file} is damaged: its SHA-256 is not the one written" + _named(wrong))
-    state: dict[str, dict[str, np.ndarray]] = {}
-    for key, array in tensors[OPTIMIZER].items():
-        slot, name = key.split("/", 1)
-        state.setdefault(slot, {})[name] = array
+    if document["schema"] == SCHEMA:
+        tensors = {
+            name: verified(path, name, document["files"][name], document["tensors"][name])[0]
+            for name in (MODEL, OPTIMIZER)
+        }
+        params, state = tensors[MODEL], {}
+        for key, array in tensors[OPTIMIZER].items():
+            slot, name = key.split("/", 1)
+            state.setdefault(slot, {})[name] = array
+    else:
+        state = read_shards(path, document)
+        params = state.pop(MODEL_SLOT)
     return Checkpoint(
         path=path,
         step=document["step"],
-        params=tensors[MODEL],
+        params=params,
         state=state,
         config=ModelConfig.from_dict(document["config"]),
         train_config=TrainConfig.from_dict(document["train_config"]),
         extra=document["extra"],
     )
+
+
+def verified(
+    path: Path, name: str, want: Mapping[str, Any], wrote: Mapping[str, str]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """A checkpoint's file as it was written: its size, its digest, and each tensor's."""
+    file = path / name
+    if file.is_symlink() or not file.is_file():
+        raise ValueError(f"{path} lacks the file {name}")
+    if file.stat().st_size != want["size"]:
+        raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes where {want['size']} were written")
+    sound = _sha256_of(file) == want["sha256"]
+    # Read also where the file's digest is wrong: the tensors' digests then say which one it is.
+    found = read_tensors(file)
+    came = digests(found[0])
+    wrong = sorted(key for key in came.keys() | wrote.keys() if came.get(key) != wrote.get(key))
+    if wrong or not sound:
+        raise ValueError(f"{file} is damaged: its SHA-256 is not the one written" + _named(wrong))
+    return found
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -204,11 +250,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{file} is damaged: it is no JSON object")
     schema = document.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise ValueError(f"{file} has schema {schema}, this version reads up to {SCHEMA}: a newer version wrote it")
+    if isinstance(schema, int) and schema > SHARDED:
+        raise ValueError(f"{file} has schema {schema}, this version reads up to {SHARDED}: a newer version wrote it")
     document.pop("digest", None)
     # Rendered again and compared byte for byte, so a changed space or digit is seen as well.
-    if schema != SCHEMA or _render(document) != raw:
+    if schema not in (SCHEMA, SHARDED) or _render(document) != raw:
         raise ValueError(f"{file} is damaged: its digest is not the one written")
     return document
 
@@ -216,13 +262,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _render(document: Mapping[str, Any]) -> bytes:
     """Canonical JSON with a digest over itself."""
     body = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
-    return json.dumps({**document, "digest": _sha256(body.encode())}, indent=1, sort_keys=True).encode() + b"\n"
+    return json.dumps({**document, "digest": sha256(body.encode())}, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def _write_directory(path: Path, files: Mapping[str, bytes]) -> None:
-    temporary = temporary_name(path)
+def _write_directory(path: Path, temporary: Path, files: Mapping[str, bytes]) -> None:
+    """Put files into a directory of another name, which may be there already, and then give it its own."""
     try:
-        temporary.mkdir()
+        temporary.mkdir(exist_ok=True)
         for name, data in files.items():
             with open(temporary / name, "wb") as file:
                 file.write(data)
@@ -290,12 +336,12 @@ def _flatten_state(state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, n
     return flat
 
 
-def _digests(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
+def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
     flat = {name: np.require(array, requirements="C").reshape(-1) for name, array in tensors.items()}
-    return {name: _sha256(x.view(np.uint8).data) for name, x in flat.items()}
+    return {name: sha256(x.view(np.uint8).data) for name, x in flat.items()}
 
 
-def _sha256(data: bytes | memoryview) -> str:
+def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
