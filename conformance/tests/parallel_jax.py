@@ -34,6 +34,18 @@ def compared(parallel: dict[str, int], model: str = "plain", steps: int = 20, **
     return {"parallel": parallel, "model": model, "reports": reports, "params": params, "counts": counts}
 
 
+def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str, model: str = "small") -> dict[str, Any]:
+    """Two updates in one layout, a checkpoint, and one more in another, against three on one device."""
+    alone, _ = train(None, model, 3)
+    trainer, _ = train(first, model, 2)
+    path = trainer.save(folder)
+    again = B.Trainer.load(folder, parallel=then)
+    again.step(batches(3)[2])
+    files = sorted(os.listdir(path))
+    return {"params": apart(B.get_params(alone.model), B.get_params(again.model)), "updates": again.updates,
+            "files": files}  # fmt: skip
+
+
 def main(out: str, devices: int, jobs: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", devices)
@@ -41,7 +53,9 @@ def main(out: str, devices: int, jobs: list[str]) -> None:
         jax.distributed.initialize(
             f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         )
-    found = [compared(**json.loads(job)) for job in jobs]
+    found = []
+    for job in map(json.loads, jobs):
+        found.append({"compared": compared, "resumed": resumed}[job.pop("do", "compared")](**job))
     if jax.process_index() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -81,4 +81,16 @@ def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_of_two_devices_train_as_one(tmp_path):
-    judge(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}}], tmp_path), 1)
+    judge(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}, "model": "small", "steps": 3}], tmp_path), 1)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_resumes_in_another_layout_and_in_the_reference(tmp_path, monkeypatch):
+    job = {"do": "resumed", "first": {"fsdp": 2}, "then": {"tensor": 2}, "folder": str(tmp_path / "run")}
+    (row,) = run_processes(2, 1, [job], tmp_path)
+    assert row["files"] == ["checkpoint.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    assert row["updates"] == 3 and row["params"] <= TOLERANCE
+    monkeypatch.syspath_prepend(HERE)
+    import core_numpy as C
+
+    assert C.Trainer.load(tmp_path / "run").updates == 2
