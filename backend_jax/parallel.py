@@ -3,7 +3,7 @@
 Native: parameters, moments and batches are arrays spread over a `Mesh` by `NamedSharding`s, and the compiled update is
 the one of a single device: XLA puts the communication in. So random numbers, means and norms are those of the whole
 batch by themselves. One process with many devices needs nothing else; many processes call
-`jax.distributed.initialize` first (or `join`), and each is given the whole batch.
+`jax.distributed.initialize` first, and each is given the whole batch.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def free_port() -> int:
 
 
 def test_a_process_that_does_not_come_is_named(monkeypatch):
-    from backend_torch.parallel import connect
+    from backend_torch.processes import connect
 
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))

@@ -201,7 +201,8 @@ def _read_files(path: Path, document: dict[str, Any]) -> Checkpoint:
             name: verified(path, name, document["files"][name], document["tensors"][name])[0]
             for name in (MODEL, OPTIMIZER)
         }
-        params, state = tensors[MODEL], {}
+        params = tensors[MODEL]
+        state: dict[str, dict[str, np.ndarray]] = {}
         for key, array in tensors[OPTIMIZER].items():
             slot, name = key.split("/", 1)
             state.setdefault(slot, {})[name] = array
