@@ -27,10 +27,10 @@ STEP = 8.0  # a handful of elementary functions (exp, division, rescaling), each
 OUTPUT = 3.0  # the result's own rounding: a correctly rounded one uses a third
 PERTURBED = 16.0  # roundings inside a function against those of its inputs
 DEEP = 64.0  # the same for a model, each of whose layers rounds anew
-STORED = 3.0  # what half types keep between forward and backward: one rounding uses a third, as of the result
-# Weights that half kernels store before the second product: a root sum of squares, of which the largest of some
-# thousand elements takes five standard deviations, 2 u; three times that, as for the result's own rounding.
-STORED_SUM = 6.0
+# What half types keep between two products, and the partial sums of it, three times what was measured: 2.1 u in torch's
+# layer norm, which adds up the rows of its bias' gradient in the half type; 2 u, five deviations, in the largest of
+# some thousand sums of weights that were stored before the second product.
+STORED = 8.0
 # float64 judges meaning: 1e-12 of the magnitudes involved, whatever the order of operations.
 MEANING = 1e-12
 
@@ -110,7 +110,7 @@ def attention_bounds(
                 # Kernels for half types store the weights in the half type before the second product: a relative
                 # error each, and below the smallest normal number an absolute one.
                 error = error + (kept * np.where(seen, SUBNORMAL[dtype], 0.0)) @ size
-                error = error + STORED_SUM * u_o * np.sqrt((kept * terms.p) ** 2 @ v**2)
+                error = error + STORED * u_o * np.sqrt((kept * terms.p) ** 2 @ v**2)
             bounds[name] = error + OUTPUT * u_o * np.abs(value) + np.where(error > 0, 2.0 * SUBNORMAL[dtype], 0.0)
         if dtype == "float64":
             bounds[name] = bounds[name] + _meaning(name, terms, v, value)

@@ -37,7 +37,7 @@ def test_a_budget_too_tight_closes_the_gap_from_below(monkeypatch):
 
 
 def test_a_budget_too_wide_closes_it_from_above(monkeypatch):
-    for name in ("INNER", "STEP", "OUTPUT", "STORED", "STORED_SUM"):
+    for name in ("INNER", "STEP", "OUTPUT", "STORED"):
         monkeypatch.setattr(budget, name, 12.0 * getattr(budget, name))
     with remembering():
         assert min(planted(WEAKEST[:1]).values(), default=0.0) < GAP
