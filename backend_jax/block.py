@@ -86,33 +86,40 @@ class MultiHeadAttention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = (encodings.apply_rotary(y, *rotary, layout=self.rotary_layout) for y in (q, k))
-        q_offset = None
-        if store is not None:
-            k, v, q_offset, kv_lengths, mask, bias = store.extend(k, v, kv_lengths, mask, bias)
         arguments = {
-            "mask": mask, "bias": bias, "causal": self.causal, "window": self.config.window, "q_offset": q_offset,
+            "mask": mask, "bias": bias, "causal": self.causal, "window": self.config.window, "q_offset": None,
             "kv_lengths": kv_lengths, "q_segments": segments, "kv_segments": segments,
-            "sinks": None if self.sinks is None else self.sinks[...],
         }  # fmt: skip
-        return self._attend(q, k, v, dropout_key, maps, arguments)
+        sinks = {"sinks": None if self.sinks is None else self.sinks[...]}
+        if maps is not None:
+            maps.append(self._weights(q, k, store, arguments, sinks))
+        if store is not None:
+            k, v, arguments = store.extend(k, v, arguments)
+        return self._attend(q, k, v, dropout_key, arguments | sinks)
 
     def run_cross(self, x: jax.Array, memory: Rotary, lengths, *, dropout_key=None) -> jax.Array:
         """Attention to the keys and values of a context, unchecked."""
         q = heads_first(self.query(x), self.config.heads)
         if self.query_norm is not None:
             q = self.query_norm(q)
-        return self._attend(q, *memory, dropout_key, None, {"kv_lengths": lengths})
+        return self._attend(q, *memory, dropout_key, {"kv_lengths": lengths})
 
     def keys_and_values(self, context: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(B, S, W) -> (B, G, S, D), (B, G, S, Dv): what decoding computes once per source."""
         k, v = (heads_first(project(context), self.config.groups) for project in (self.key, self.value))
         return (k if self.key_norm is None else self.key_norm(k)), v
 
-    def _attend(self, q, k, v, dropout_key, maps, arguments) -> jax.Array:
+    def _weights(self, q, k, store, arguments, sinks) -> jax.Array:
+        """The weights over all positions so far, (B, H, T, S)."""
+        first = 0
+        if store is not None:
+            k, arguments, first = store.preview(k, arguments)
+        common = {"scale": self.config.scale, "softcap": self.config.softcap, **sinks}
+        return jnp.pad(attention_weights(q, k, **arguments, **common), ((0, 0), (0, 0), (0, 0), (first, 0)))
+
+    def _attend(self, q, k, v, dropout_key, arguments) -> jax.Array:
         config = self.config
-        arguments |= {"scale": config.scale, "softcap": config.softcap}
-        if maps is not None:
-            maps.append(attention_weights(q, k, **arguments))
+        arguments = arguments | {"scale": config.scale, "softcap": config.softcap}
         rate = 0.0 if dropout_key is None else config.dropout
         arguments |= {"dropout_rate": rate, "dropout_key": dropout_key if rate else None}
         if "causal" in arguments and place.ringed(q.shape[0], q.shape[2]):

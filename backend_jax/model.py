@@ -18,7 +18,7 @@ from core_numpy.contract.parameters import model_parameters
 from . import encodings, layers, place, random
 from .arrays import from_numpy, place_of, to_numpy, values
 from .block import Block, make_rotary
-from .cache import KVCache, close_cache, open_cache
+from .cache import KVCache, Pair, close_cache, open_cache
 from .modules import Initial, Norm, Stored, drop, matmul
 
 
@@ -64,28 +64,32 @@ class Stack(nnx.Module):
 
     def run(
         self, tokens: jax.Array, *, table: jax.Array | None = None, mask=None, kv_lengths=None, segments=None,
-        positions=None, stores=None, dropout_key=None, memory=None, memory_lengths=None, maps=None,
+        positions=None, stores=None, dropout_key=None, memory=None, memory_lengths=None, maps=None, last=None,
     ) -> jax.Array:  # fmt: skip
         """Token ids to logits, or to hidden states where there is no head; unchecked.
 
         memory: the encoded context, or its keys and values for each layer. stores: the cache's, one for each layer.
-        maps: a list that gets each layer's attention weights.
+        maps: a list that gets each layer's attention weights. last: the one position whose logits are wanted.
         """
         config, T = self.config, tokens.shape[1]
         past = stores[0].length if stores else 0
+        begins = isinstance(past, int) and past == 0 and T > 1
         ring = not stores and place.ringed(*tokens.shape)
         columns = place.order(T) if ring else jnp.arange(T, dtype=jnp.int32)
         where = past + columns if positions is None else positions
         table = self.embedding.weight[...] if table is None else table
-        rows = slice(0, T) if positions is None and not stores and not ring else where
+        in_order = positions is None and not ring and isinstance(past, int) and past == 0
+        rows = slice(0, T) if in_order else where
         x = self._embed(tokens, where, rows, table)
         if dropout_key is not None and config.dropout:
             x = drop(x, config.dropout, random.fold_in(dropout_key, config.layers))
         x = place.hidden(x)
         longest = stores[0].capacity if stores else T
+        # The first call of a cache sees its own positions alone.
+        S, stored = (T, False) if begins or not stores else (longest, True)
         arguments = {
             "mask": mask, "kv_lengths": kv_lengths, "segments": segments, "memory_lengths": memory_lengths,
-            "bias": self._by_distance(T, past, longest, x.dtype, stored=bool(stores), ring=ring),
+            "bias": self._by_distance(T, past, S, x.dtype, stored=stored, ring=ring),
             "rotary": make_rotary(config, where, longest) if config.positions == "rotary" else None,
         }  # fmt: skip
         for i, block in enumerate(self.blocks):
@@ -98,6 +102,8 @@ class Stack(nnx.Module):
             else:
                 x = block.run(x, **here, store=stores[i] if stores else None, maps=maps)
             x = place.hidden(x)
+        if last is not None:
+            x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self._finish(x, table, kv_lengths, segments)
 
     def _embed(self, tokens: jax.Array, where: jax.Array, rows: Any, table: jax.Array) -> jax.Array:
@@ -204,10 +210,14 @@ class Transformer(Stack):
         model.family = source.family
         return model
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, family: str | None = None) -> None:
-        """Write `config.json` and `model.safetensors`. Rules: core_numpy.model."""
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, family: str | None = None, max_shard_size: int | str | None = None
+    ) -> None:
+        """Write `config.json` and `model.safetensors`, or shards and their index. Rules: core_numpy.model."""
         own = named_parameters(self)
-        write_pretrained(folder, self.config, lambda name: to_numpy(own[name][...]), family or self.family)
+        write_pretrained(
+            folder, self.config, lambda name: to_numpy(own[name][...]), family or self.family, max_shard_size
+        )
 
     def __call__(
         self, tokens: jax.Array, *, mask=None, kv_lengths=None, segments=None, positions=None,
@@ -250,16 +260,28 @@ class Transformer(Stack):
     ) -> jax.Array:
         plan = checks.check_model_call(self.config, tokens, cache=cache, **given, dtype=self.dtype, values=values)
         stores = open_cache(cache)
-        logits = self.compute(tokens, stores=stores, maps=maps, **given)
+        memory = None
+        if cache is not None and given["context"] is not None and given["dropout_key"] is None:
+            memory = self._read_once(cache, given["context"], given["context_lengths"])
+        logits = self.compute(tokens, stores=stores, maps=maps, memory=memory, **given)
         close_cache(cache, stores, plan.T)
         return logits
 
+    def _read_once(self, cache: KVCache, context: jax.Array, lengths: Any) -> list[Pair]:
+        """The keys and values of the source as a cache keeps them, read by the call at length 0."""
+        if cache.memory is None or (isinstance(cache.length, int) and cache.length == 0):
+            cache.source, cache.memory = (context, lengths), self.reader.memory(self.encode(context, lengths))
+        checks.check_source(cache.source, (context, lengths), values)
+        return cache.memory
+
     def compute(
-        self, tokens: jax.Array, *, dropout_key=None, context=None, context_lengths=None, **arguments: Any
+        self, tokens: jax.Array, *, dropout_key=None, context=None, context_lengths=None, memory=None, **arguments: Any
     ) -> jax.Array:
-        """The call without its checks: what a compiled step runs."""
+        """The call without its checks: what a compiled step runs. `memory` is the source's, where it was read."""
         if context is None:
             return self.reader.run(tokens, dropout_key=dropout_key, **arguments)
+        if memory is not None:
+            return self.reader.run(tokens, memory=memory, memory_lengths=context_lengths, **arguments)
         keys = (None, None) if dropout_key is None else tuple(random.fold_in(dropout_key, side) for side in (0, 1))
         source = self.encode(context, context_lengths, dropout_key=keys[0])
         return self.reader.run(tokens, dropout_key=keys[1], memory=source, memory_lengths=context_lengths, **arguments)

@@ -8,7 +8,7 @@ draws one from torch's generator; in eval mode nothing is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,9 @@ from core_numpy.contract.config import BlockConfig, ModelConfig
 
 from .arrays import values
 from .attention import attention, attention_weights
-from .cache import KVCache, LayerCache
-from .encodings import apply_rotary, rotary_frequencies, rotary_tables
+from .cache import KVCache, LayerCache, Pair, read
+from .encodings import rotary_tables, rotate
+from .frequencies import scaled_frequencies
 from .initial import initialise
 from .layers import drop, normalise_layer, normalise_rms
 from .place import part
@@ -92,74 +93,107 @@ class MultiHeadAttention(nn.Module):
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        q, k, v, options = self._inputs(
-            x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions, rotary=rotary,
-            cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
-        )  # fmt: skip
-        key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
-        rate = 0.0 if key is None else self.config.dropout
-        options |= {"dropout_rate": rate, "dropout_key": key}
-        here = part()
-        if here is not None and here.ring is not None:
-            from .ring import ring_attention  # only where positions are spread
-
-            out = ring_attention(here, q, k, v, options)
-        else:
-            out = attention(q, k, v, **options)
+        own: dict[str, Any] = {
+            "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "segments": segments, "cache": cache,
+            "dropout_key": dropout_key, "context": context, "context_lengths": context_lengths,
+        }  # fmt: skip
+        plan = check_attention_call(
+            self.config, x, **own, positions=positions, rotary=rotary, dtype=dtype_of(self.query.weight), values=values
+        )
+        y = self.run(x, **own, rotary=self._own_rotary(rotary, positions, context, plan, x.device))
         if cache is not None:
             cache.advance(x.shape[1])
+        return y
+
+    def run(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cache: KVCache | LayerCache | None = None,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+        pair: Pair | None = None,
+    ) -> Tensor:
+        """The call unchecked, its cache written and not advanced; `pair`: the context's keys and values, if known."""
+        q, k, v = self._project(x, context, rotary, pair)
+        if context is None:
+            options = self._options(mask, bias, kv_lengths, segments, 0 if cache is None else cache.length)
+            if cache is not None:
+                k, v, options = cache.extend(k, v, options)
+        else:
+            options = {"kv_lengths": context_lengths}
+        key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
+        rate = 0.0 if key is None else self.config.dropout
+        common = self._common()
+        out = read(q, k, v, options, common) if cache is not None and key is None else None
+        if out is None:
+            options = options | common | {"dropout_rate": rate, "dropout_key": key}
+            here = part()
+            if here is not None and here.ring is not None:
+                from .ring import ring_attention  # only where positions are spread
+
+                out = ring_attention(here, q, k, v, options)
+            else:
+                out = attention(q, k, v, **options)
         return self.output(out.transpose(1, 2).flatten(2))
 
-    def weights(self, x: Tensor, **arguments: Any) -> Tensor:
-        """The weights (B, H, T, S) of the same call, before dropout; a cache is read and written but not advanced."""
-        q, k, _, options = self._inputs(x, **arguments)
-        return attention_weights(q, k, **options)
-
-    def _inputs(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """q (B, H, T, D), k (B, G, S, D), v (B, G, S, Dv), and what `attention` is told besides."""
-        context, cache = arguments.get("context"), arguments.get("cache")
-        plan = check_attention_call(
-            self.config, x, **ARGUMENTS | arguments, dtype=dtype_of(self.query.weight), values=values
-        )
-        config, source = self.config, x if context is None else context
-        q = heads_of(self.query(x), config.key_size)
-        k = heads_of(self.key(source), config.key_size)
-        v = heads_of(self.value(source), config.value_size)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        sinks: Tensor | None = self.sinks
-        bias = arguments.get("bias")
-        if self.here is not None:
-            sinks = None if sinks is None else sinks[slice(*self.here)]
-            bias = bias if bias is None or bias.shape[1] == 1 else bias[:, slice(*self.here)]
-        options: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": sinks}
-        if context is not None:
-            return q, k, v, options | {"kv_lengths": arguments.get("context_lengths")}
-        rotary = arguments.get("rotary")
-        if rotary is None and isinstance(config, ModelConfig) and config.positions == "rotary":
-            rotary = rotary_of(config, arguments.get("positions"), plan.past, plan.T, x.device)
-        if rotary is not None:
-            q = apply_rotary(q, *rotary, layout=self.rotary_layout)
-            k = apply_rotary(k, *rotary, layout=self.rotary_layout)
+    def weights(
+        self, x: Tensor, *, mask: Any = None, bias: Any = None, kv_lengths: Any = None, segments: Any = None,
+        rotary: Any = None, cache: Any = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """The weights (B, H, T, S) of the same self-attention, before dropout, unchecked; a cache is only read."""
+        q, k, v = self._project(x, None, rotary, None)
+        options = self._options(mask, bias, kv_lengths, segments, 0 if cache is None else cache.length)
+        first = 0
         if cache is not None:
-            k, v = cache.write(k, v)
-        segments = arguments.get("segments")
-        return (
-            q,
-            k,
-            v,
-            options
-            | {
-                "mask": arguments.get("mask"),
-                "bias": bias,
-                "causal": self.causal,
-                "window": config.window,
-                "q_offset": plan.past,
-                "kv_lengths": arguments.get("kv_lengths"),
-                "q_segments": segments,
-                "kv_segments": segments,
-            },
-        )
+            k, v, options, first = cache.preview(k, v, options)
+        return F.pad(attention_weights(q, k, **options, **self._common()), (first, 0))
+
+    def keys_and_values(self, source: Tensor) -> Pair:
+        """(B, S, W) -> (B, G, S, D), normalised but not rotated, and (B, G, S, Dv)."""
+        k, v = heads_of(self.key(source), self.config.key_size), heads_of(self.value(source), self.config.value_size)
+        return (k if self.key_norm is None else self.key_norm(k)), v
+
+    def _project(
+        self, x: Tensor, context: Tensor | None, rotary: Rotary | None, pair: Pair | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k (B, G, S, D), v (B, G, S, Dv)."""
+        q = heads_of(self.query(x), self.config.key_size)
+        if self.query_norm is not None:
+            q = self.query_norm(q)
+        k, v = self.keys_and_values(x if context is None else context) if pair is None else pair
+        if rotary is not None:
+            q, k = (rotate(y, *rotary, self.rotary_layout) for y in (q, k))
+        return q, k, v
+
+    def _options(self, mask: Any, bias: Any, kv_lengths: Any, segments: Any, past: int) -> dict[str, Any]:
+        """What `attention` is told of self-attention, over all keys so far."""
+        if self.here is not None and bias is not None and bias.shape[1] != 1:
+            bias = bias[:, slice(*self.here)]
+        return {
+            "mask": mask, "bias": bias, "causal": self.causal, "window": self.config.window, "q_offset": past,
+            "kv_lengths": kv_lengths, "q_segments": segments, "kv_segments": segments,
+        }  # fmt: skip
+
+    def _common(self) -> dict[str, Any]:
+        """What `attention` is told of every call."""
+        sinks: Tensor | None = self.sinks
+        if self.here is not None and sinks is not None:
+            sinks = sinks[slice(*self.here)]
+        return {"scale": self.config.scale, "softcap": self.config.softcap, "sinks": sinks}
+
+    def _own_rotary(self, rotary: Any, positions: Any, context: Any, plan: Any, device: Any) -> Rotary | None:
+        """The given tables, or those that a part made from a rotary ModelConfig makes for itself."""
+        config = self.config
+        if rotary is not None or context is not None or not isinstance(config, ModelConfig):
+            return rotary
+        return rotary_of(config, positions, plan.past, plan.T, device) if config.positions == "rotary" else None
 
 
 class FeedForward(nn.Module):
@@ -180,6 +214,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, *, dropout_key: Tensor | None = None) -> Tensor:
         check_feed_forward_call(self.config, x, dropout_key=dropout_key, dtype=dtype_of(self.up.weight))
+        return self.run(x, dropout_key=dropout_key)
+
+    def run(self, x: Tensor, *, dropout_key: Tensor | None = None) -> Tensor:
+        """The call unchecked."""
         key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
         if self.gate is None:
             inner = activate(self.config.activation, self.up(x))
@@ -226,21 +264,38 @@ class Block(nn.Module):
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        own = {"mask": mask, "bias": bias, "kv_lengths": kv_lengths, "segments": segments, "positions": positions,
-               "rotary": rotary, "cache": cache}  # fmt: skip
-        check_block_call(
-            self.config, x, **own, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
-            dtype=dtype_of(self.attention.query.weight), cross=self.cross is not None, values=values,
+        own: dict[str, Any] = {
+            "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "segments": segments, "cache": cache,
+            "dropout_key": dropout_key, "context": context, "context_lengths": context_lengths,
+        }  # fmt: skip
+        plan = check_block_call(
+            self.config, x, **own, positions=positions, rotary=rotary, dtype=dtype_of(self.attention.query.weight),
+            cross=self.cross is not None, values=values,
         )  # fmt: skip
-        rate = self.config.dropout
+        y = self.run(x, **own, rotary=self.attention._own_rotary(rotary, positions, None, plan, x.device))
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return y
+
+    def run(
+        self,
+        x: Tensor,
+        *,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+        **own: Any,
+    ) -> Tensor:
+        """The call unchecked, its cache written and not advanced; `own` are the arguments of the self-attention."""
+        rate, cache = self.config.dropout, own.get("cache")
         key = dropout_key_of(self, rate, dropout_key, x.device)
         keys = (None,) * 5 if key is None else split(key, 5).unbind()
 
         def attend(x: Tensor) -> Tensor:
-            return drop(self.attention(x, **own, dropout_key=keys[0]), rate, keys[1])
+            return drop(direct(self.attention)(x, **own, dropout_key=keys[0]), rate, keys[1])
 
         def feed(x: Tensor) -> Tensor:
-            return self.ffn(x, dropout_key=keys[2])
+            return direct(self.ffn)(x, dropout_key=keys[2])
 
         if self.config.norm_place == "parallel":
             first = self.norm1(x)
@@ -248,13 +303,10 @@ class Block(nn.Module):
             return x + attend(first) + feed(second)
         x = self._branch(x, attend, self.norm1, self.norm1_post)
         if self.cross is not None and self.norm3 is not None:
-            cross = self.cross
-
-            def read(x: Tensor) -> Tensor:
-                y = cross(x, context=context, context_lengths=context_lengths, dropout_key=keys[3])
-                return drop(y, rate, keys[4])
-
-            x = self._branch(x, read, self.norm3, None)
+            known = {"pair": cache.pair} if isinstance(cache, LayerCache) and not hooked(self.cross) else {}
+            given = {"context": context, "context_lengths": context_lengths, "dropout_key": keys[3], **known}
+            cross = direct(self.cross)
+            x = self._branch(x, lambda x: drop(cross(x, **given), rate, keys[4]), self.norm3, None)
         return self._branch(x, feed, self.norm2 or self.norm1, self.norm2_post)
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm, post: Norm | None) -> Tensor:
@@ -263,6 +315,21 @@ class Block(nn.Module):
             return norm(x + f(x))
         y = f(norm(x))
         return x + (y if post is None else post(y))
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call must go through `__call__`: somebody hooked, compiled or replaced the module's forward."""
+    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+        return True
+    return any((
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        torch.nn.modules.module._has_any_global_hook(),
+    ))  # fmt: skip
+
+
+def direct(module: nn.Module) -> Callable[..., Tensor]:
+    """The module's work without the checks of its arguments, which the caller has made."""
+    return module if hooked(module) else cast("Callable[..., Tensor]", module.run)
 
 
 def parts(dtype: str) -> dict[str, Any]:
@@ -296,16 +363,7 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 def rotary_of(config: ModelConfig, positions: Tensor | None, past: int, T: int, device: torch.device) -> Rotary:
     """cos and sin (T, r) or (B, T, r) of the positions, by default those after `past`."""
-    frequencies, factor = rotary_frequencies(
-        config.rotary_size, base=config.rotary_base, scaling=config.rotary_scaling, length=past + T
-    )
+    frequencies, factor = scaled_frequencies(config.rotary_size, config.rotary_base, config.rotary_scaling, past + T)
     if positions is None:
         positions = torch.arange(past, past + T, device=device)
     return rotary_tables(positions, frequencies, attention_factor=factor)
-
-
-# Every argument of an attention call, as absent: the check wants each by name.
-ARGUMENTS: dict[str, None] = {
-    "mask": None, "bias": None, "kv_lengths": None, "segments": None, "positions": None, "rotary": None,
-    "cache": None, "dropout_key": None, "context": None, "context_lengths": None,
-}  # fmt: skip

@@ -82,8 +82,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -
 
     Computed in float32 at least, float64 for float64. Rules: core_numpy.encodings.
     """
-    rotated = check_apply_rotary(x, cos, sin, layout)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    check_apply_rotary(x, cos, sin, layout)
+    return rotate(x, cos, sin, layout)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """`apply_rotary` unchecked."""
+    wide, rotated = torch.promote_types(x.dtype, torch.float32), 2 * cos.shape[-1]
     cos, sin = _over_heads(cos.to(wide)), _over_heads(sin.to(wide))
     turning, passing = x[..., :rotated].to(wide), x[..., rotated:]
     if layout == "half":

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from core_numpy.contract.checks.model import check_model_call, check_module, check_params
+from core_numpy.contract.checks.model import check_model_call, check_module, check_params, check_source
 from core_numpy.contract.config import BlockConfig, ModelConfig
 from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
 from .arrays import borrow, from_numpy, to_numpy, values
-from .block import Block, Norm, dropout_key_of, dtype_of, parts, rotary_of
-from .cache import KVCache
+from .block import Block, Norm, direct, dropout_key_of, dtype_of, parts, rotary_of
+from .cache import KVCache, Pair
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
 from .initial import initialise, turn
 from .layers import accumulation, drop
@@ -93,8 +93,14 @@ class Stack(nn.Module):
         key: Tensor | None = None,
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
+        memory: list[Pair] | None = None,
+        last: bool = False,
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V), (B, classes) or hidden (B, T, W). `table`: another side's embedding."""
+        """tokens (B, T) -> logits (B, T, V), (B, classes) or hidden (B, T, W).
+
+        `table`: another side's embedding; `memory`: each layer's keys and values of the context, where a cache has
+        them; `last`: the logits of the last position alone.
+        """
         config, T = self.config, tokens.shape[1]
         past = 0 if cache is None else cache.length
         table = self.embedding.weight if table is None else table
@@ -105,22 +111,34 @@ class Stack(nn.Module):
             "context_lengths": context_lengths, "bias": self._spread_bias(past, T, x),
         }  # fmt: skip
         if config.positions == "rotary":
-            here = part()
-            length = T if here is None or here.ring is None else here.ring.length
-            shared["rotary"] = rotary_of(config, positions, past, length, x.device)
+            shared["rotary"] = self._rotary(positions, cache, T, x)
         for i, block in enumerate(self.blocks):
+            pair = None if memory is None else memory[i]
             own: dict[str, Any] = {
-                "cache": None if cache is None else cache.layer(i, cast(BlockConfig, block.config)),
+                "cache": None if cache is None else cache.layer(i, cast(BlockConfig, block.config), pair),
                 "dropout_key": None if key is None else fold_in(key, i),
             }
             if self.remat and torch.is_grad_enabled():
                 # Dropout comes from keys, so torch's generators need not be kept.
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **shared, **own)
+                run = direct(block)
+                x = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, **shared, **own)
             else:
-                x = block(x, **shared, **own)
+                x = direct(block)(x, **shared, **own)
         if cache is not None:
             cache.advance(T)
-        return self._finish(x, table, kv_lengths, segments)
+        return self._finish(x[:, -1:] if last else x, table, kv_lengths, segments)
+
+    def _rotary(self, positions: Tensor | None, cache: KVCache | None, T: int, x: Tensor) -> Pair:
+        """The tables for all layers, in the dtype that they compute in."""
+
+        def tables(end: int, positions: Tensor | None = None) -> Pair:
+            cos, sin = rotary_of(self.config, positions, 0, end, x.device)
+            return cos.to(accumulation(x.dtype)), sin.to(accumulation(x.dtype))
+
+        if cache is not None:
+            return cache.rotary(tables, T) if positions is None else tables(cache.length + T, positions)
+        here = part()
+        return tables(T if here is None or here.ring is None else here.ring.length, positions)
 
     def _embed(self, tokens: Tensor, table: Tensor, positions: Tensor | None, past: int) -> Tensor:
         config, T = self.config, tokens.shape[1]
@@ -216,10 +234,18 @@ class Transformer(Stack):
         model.family = source.family
         return model.eval()
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, family: str | None = None) -> None:
-        """Write `config.json` and `model.safetensors`. Rules: core_numpy.model."""
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, family: str | None = None, max_shard_size: int | str | None = None
+    ) -> None:
+        """Write `config.json` and `model.safetensors`, or shards and their index. Rules: core_numpy.model."""
         own = named(self)
-        write_pretrained(folder, self.config, lambda name: to_numpy(turn(self, name, own[name])), family or self.family)
+        write_pretrained(
+            folder,
+            self.config,
+            lambda name: to_numpy(turn(self, name, own[name])),
+            family or self.family,
+            max_shard_size,
+        )
 
     @property
     def dtype(self) -> str:
@@ -247,11 +273,26 @@ class Transformer(Stack):
         own: dict[str, Any] = {"mask": mask, "kv_lengths": kv_lengths, "segments": segments, "positions": positions}
         if context is None:
             return self.run(tokens, **own, cache=cache, key=key)
-        source = self.encode(context, context_lengths, key=None if key is None else fold_in(key, 0))
-        return self.decode(
-            tokens, **own, source=source, context_lengths=context_lengths, cache=cache,
-            key=None if key is None else fold_in(key, 1),
-        )  # fmt: skip
+        if cache is not None and key is None:
+            source, memory = self._read_once(cache, context, context_lengths)
+            own |= {"memory": memory, "cache": cache}
+        else:
+            source = self.encode(context, context_lengths, key=None if key is None else fold_in(key, 0))
+            own |= {"cache": cache, "key": None if key is None else fold_in(key, 1)}
+        return self.decode(tokens, **own, source=source, context_lengths=context_lengths)
+
+    def _read_once(self, cache: KVCache, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, list[Pair]]:
+        """The source as a cache keeps it, encoded and as keys and values, read by the call at length 0."""
+        if cache.encoded is None or cache.memory is None or cache.length == 0:
+            cache.source, cache.encoded = (context, lengths), self.encode(context, lengths).detach()
+            cache.memory = self.memory(cache.encoded)
+        check_source(cache.source, (context, lengths), values)
+        return cache.encoded, cache.memory
+
+    @torch.no_grad()
+    def memory(self, source: Tensor) -> list[Pair]:
+        """The keys and values of cross-attention in each layer, of the encoded source: what decoding computes once."""
+        return [cast(Block, block).cross.keys_and_values(source) for block in self.decoder.blocks]  # type: ignore[union-attr]
 
     def encode(self, context: Tensor, context_lengths: Tensor | None, *, key: Tensor | None = None) -> Tensor:
         """The source (B, S) read by the encoder of an encoder-decoder, (B, S, W); unchecked."""

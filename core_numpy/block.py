@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from .attention import attention, attention_weights
-from .cache import KVCache
+from .cache import KVCache, Pair
 from .contract.checks.model import check_attention_call, check_block_call, check_feed_forward_call
 from .contract.config import BlockConfig, ModelConfig
 from .contract.parameters import attention_parameters, block_parameters, feed_forward_parameters
@@ -65,7 +65,8 @@ ACTIVATION: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What a call gives besides x, checked; blocks of a model differ in `layer` alone. context is float64."""
+    """What a call gives besides x, checked; blocks of a model differ in `layer` alone. context is float64; memory are
+    its keys and values for each layer, where they are there already."""
 
     past: int = 0
     mask: np.ndarray | None = None
@@ -77,6 +78,7 @@ class Scene:
     layer: int = 0
     context: np.ndarray | None = None
     context_lengths: np.ndarray | None = None
+    memory: list[Pair] | None = None
     maps: list[np.ndarray] | None = None
 
 
@@ -152,26 +154,32 @@ class MultiHeadAttention(Module):
         self, x: np.ndarray, scene: Scene, key: np.ndarray | None, *, cross: bool = False
     ) -> tuple[np.ndarray, AttentionKept]:
         """x (B, T, W) float64 -> y, and what the backward pass needs; `key` is for the weights."""
-        config = self.config
         source = scene.context if cross and scene.context is not None else x
-        raw_q = split_heads(self.query.run(x), config.heads)
-        raw_k = split_heads(self.key.run(source), config.groups)
-        v = split_heads(self.value.run(source), config.groups)
+        raw_q = split_heads(self.query.run(x), self.config.heads)
         q = raw_q if self.query_norm is None else self.query_norm.run(raw_q)
-        k = raw_k if self.key_norm is None else self.key_norm.run(raw_k)
-        rotary = None if cross else scene.rotary
+        if cross and scene.memory is not None:
+            raw_k, v = k, _ = scene.memory[scene.layer]
+        else:
+            raw_k, k, v = self.keys_and_values(source)
+        rotary, first = None if cross else scene.rotary, 0
         if rotary is not None:
             q, k = (apply_rotary(z, *rotary, layout=self.layout) for z in (q, k))
         if scene.cache is not None and not cross:
-            k, v = scene.cache.write(scene.layer, k, v)
-        arguments = self._arguments(scene, key, cross)
+            k, v, first = scene.cache.write(scene.layer, k, v)
+        arguments = self._arguments(scene, key, cross, first)
         if scene.maps is not None and not cross:
-            scene.maps.append(attention_weights(q, k, **arguments))
+            weights = attention_weights(q, k, **arguments)
+            scene.maps.append(np.pad(weights, ((0, 0), (0, 0), (0, 0), (first, 0))))
         merged = merge_heads(attention(q, k, v, **arguments))
         return self.output.run(merged), AttentionKept(x, source, (raw_q, raw_k), q, k, v, rotary, arguments, merged)
 
-    def _arguments(self, scene: Scene, key: np.ndarray | None, cross: bool) -> dict[str, Any]:
-        """The keywords of `attention`: what the configuration says, and what the call says."""
+    def keys_and_values(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(B, S, W) float64 -> the keys before and after their norm (B, G, S, D), and the values (B, G, S, Dv)."""
+        raw_k, v = (split_heads(part.run(source), self.config.groups) for part in (self.key, self.value))
+        return raw_k, raw_k if self.key_norm is None else self.key_norm.run(raw_k), v
+
+    def _arguments(self, scene: Scene, key: np.ndarray | None, cross: bool, first: int) -> dict[str, Any]:
+        """The keywords of `attention`: what the configuration says, and what the call says, of keys from `first` on."""
         config = self.config
         common = {
             "scale": config.scale,
@@ -184,15 +192,20 @@ class MultiHeadAttention(Module):
             return {**common, "kv_lengths": scene.context_lengths}
         return {
             **common,
-            "mask": scene.mask,
-            "bias": scene.bias,
+            "mask": _from(first, scene.mask),
+            "bias": _from(first, scene.bias),
             "causal": self.causal,
             "window": config.window,
-            "q_offset": scene.past,
-            "kv_lengths": scene.kv_lengths,
+            "q_offset": scene.past - first,
+            "kv_lengths": None if scene.kv_lengths is None else np.maximum(np.asarray(scene.kv_lengths) - first, 0),
             "q_segments": scene.segments,
             "kv_segments": scene.segments,
         }
+
+
+def _from(first: int, x: np.ndarray | None) -> np.ndarray | None:
+    """A mask or bias over all keys, over those from `first` on."""
+    return x if x is None or x.shape[-1] == 1 else x[..., first:]
 
 
 class FeedForward(Module):

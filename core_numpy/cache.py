@@ -8,7 +8,8 @@ import numpy as np
 
 from .contract.checks.model import check_no_device
 from .contract.checks.training import check_cache, check_generate
-from .contract.config import BlockConfig, ModelConfig
+from .contract.config import BlockConfig
+from .contract.ring import cache_slots
 from .encodings import dtype_of
 from .layers import softmax
 from .modules import wide
@@ -18,15 +19,22 @@ from .rounding import rounded
 if TYPE_CHECKING:
     from .model import Transformer
 
+Pair = tuple[np.ndarray, np.ndarray]
+Source = tuple[np.ndarray | None, np.ndarray | None]
+
 
 class KVCache:
-    """The keys (rotated) and values of earlier calls, per layer (B, G, capacity, D) and (B, G, capacity, Dv).
+    """The keys (rotated) and values of earlier calls, per layer (B, G, slots, D) and (B, G, slots, Dv).
 
     cache-1: a call that takes a cache writes its T positions behind the `length` that are there, and sees them all.
     cache-2: what is computed step by step equals one pass over everything, to rounding.
     cache-3: writing past `capacity` is an error, and nothing is written.
     cache-4: one made from a BlockConfig serves one block; a capacity of None is the configuration's max_length.
-    cache-5: in an encoder-decoder it holds the decoder's self-attention.
+    cache-5: in an encoder-decoder it holds the decoder's self-attention, and for cross-attention the keys and values
+    of the source that the call at length 0 gave; a later call gives the same source, which is not read again. With a
+    dropout key nothing of the source is kept.
+    cache-11: a layer whose window reaches back `left` positions keeps the last left + 1 alone, position p in slot
+    p modulo left + 1; every query sees what its window shows, however many positions a call brings.
     """
 
     def __init__(
@@ -40,22 +48,32 @@ class KVCache:
     ) -> None:
         self.capacity = check_cache(config, batch, capacity, dtype)
         check_no_device(device)
-        self.config, self.batch, self.dtype, self.length = config, batch, dtype, 0
-        layers = config.layers if isinstance(config, ModelConfig) else 1
-        shape = (batch, config.groups, self.capacity)
-        self.keys = [np.zeros((*shape, config.key_size), dtype_of(dtype)) for _ in range(layers)]
-        self.values = [np.zeros((*shape, config.value_size), dtype_of(dtype)) for _ in range(layers)]
+        self.config, self.batch, self.dtype, self.length, self.written = config, batch, dtype, 0, 0
+        shapes = [(batch, config.groups, slots) for slots in cache_slots(config, self.capacity)]
+        self.keys = [np.zeros((*shape, config.key_size), dtype_of(dtype)) for shape in shapes]
+        self.values = [np.zeros((*shape, config.value_size), dtype_of(dtype)) for shape in shapes]
+        self.source: Source = (None, None)
+        self.memory: list[Pair] | None = None
 
-    def write(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Store T new positions of a layer, rounded to the cache's dtype, and give all of the layer's in float64."""
-        end = self.length + k.shape[2]
+    def write(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Store T new positions of a layer, rounded to the cache's dtype.
+
+        Gives keys and values, in float64 and in order, from the first position that the oldest new query may see, and
+        that position. Rules: cache-1, cache-11.
+        """
+        T, slots, seen = k.shape[2], self.keys[layer].shape[2], []
+        first = max(0, self.length - (slots - 1))
+        kept = np.arange(max(self.length, self.length + T - slots), self.length + T)
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
-            store[:, :, self.length : end] = rounded(new, store.dtype)
-        return wide(self.keys[layer][:, :, :end]), wide(self.values[layer][:, :, :end])
+            new = rounded(new, store.dtype)
+            seen.append(wide(np.concatenate([store[:, :, np.arange(first, self.length) % slots], new], axis=2)))
+            store[:, :, kept % slots] = new[:, :, kept - self.length]
+        return seen[0], seen[1], first
 
     def advance(self, T: int) -> None:
         """Count T positions that every layer has written."""
         self.length += T
+        self.written = self.length
 
 
 def generate(
@@ -94,7 +112,7 @@ def generate(
     columns = (np.arange(T) - padding[:, None]) % max(T, 1)
     inputs = np.take_along_axis(np.asarray(tokens), columns, axis=1)
     cache = KVCache(model.config, B, max(T + max_new - 1, 1), dtype=model.dtype)
-    memory = None if context is None else model.encode(context, context_lengths)
+    memory = None if context is None else model.memory(context, context_lengths)
     new: list[np.ndarray] = []
     for n in range(max_new):
         end = T + n
@@ -107,6 +125,8 @@ def generate(
             cache=cache,
             memory=memory,
             context_lengths=context_lengths,
+            keep=False,
+            last=True,
         )
         cache.advance(inputs.shape[1])
         last = rounded(logits[:, -1], dtype_of(model.dtype))

@@ -21,6 +21,9 @@ model-11: a pretrained model has the numbers of the family's own library: every 
 every tensor is a parameter or ignored by name, and a model is made whole or not at all.
 model-12: what is written is read again as the same model, by this package and by the family's own library. The family
 is the one asked for, else the one the model was read from, else the first that can say the configuration.
+model-13: with a limit on the size of a file, tensors go in their order into shards, each as full as the limit allows, a
+larger tensor alone; model.safetensors.index.json says what each holds. What fits into one file has no index. All shards
+are complete before one has its name, and the config comes last: a reader never meets a part of a model as a whole.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from typing import Any
 import numpy as np
 
 from .block import Block, BranchKept, Scene
-from .cache import KVCache
-from .contract.checks.model import check_model_call, check_params
+from .cache import KVCache, Pair
+from .contract.checks.model import check_model_call, check_params, check_source
 from .contract.config import ModelConfig
 from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
@@ -92,10 +95,16 @@ class Transformer(Module):
         model.family = source.family
         return model
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, family: str | None = None) -> None:
-        """Write `config.json` and `model.safetensors` as the family's own library reads them. Rules: model-12."""
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, family: str | None = None, max_shard_size: int | str | None = None
+    ) -> None:
+        """Write `config.json` and `model.safetensors` as the family's own library reads them.
+
+        max_shard_size: the most bytes of a file, a number or a text such as "5GB"; None writes one file.
+        Rules: model-12, model-13.
+        """
         own = self.parameters()
-        write_pretrained(folder, self.config, own.__getitem__, family or self.family)
+        write_pretrained(folder, self.config, own.__getitem__, family or self.family, max_shard_size)
 
     def assemble(self, config: ModelConfig, values: Values, dtype: str, *, cross: bool = False) -> None:
         """Take the parameters of `values`; `cross` where the blocks attend to an encoder."""
@@ -167,14 +176,26 @@ class Transformer(Module):
 
     def _call(self, tokens: np.ndarray, given: dict[str, Any], maps: list[np.ndarray] | None) -> np.ndarray:
         check_model_call(self.config, tokens, **given, dtype=self.dtype, values=np.asarray)
-        y, _ = self.run(tokens, **given, maps=maps, keep=False)
-        if given["cache"] is not None:
-            given["cache"].advance(tokens.shape[1])
+        cache, source = given["cache"], (given["context"], given["context_lengths"])
+        memory = None
+        if cache is not None and given["context"] is not None and given["dropout_key"] is None:
+            if cache.memory is None or cache.length == 0:
+                cache.source, cache.memory = source, self.memory(*source)
+            check_source(cache.source, source, np.asarray)
+            memory = cache.memory
+        y, _ = self.run(tokens, **given, memory=memory, maps=maps, keep=False)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
         return y
 
     def encode(self, context: np.ndarray, context_lengths: np.ndarray | None) -> np.ndarray:
         """The encoder's output for source ids, float64: what `run` takes as `memory`."""
         return self.encoder.run(context, kv_lengths=context_lengths, keep=False)[0]
+
+    def memory(self, context: np.ndarray, context_lengths: np.ndarray | None) -> list[Pair]:
+        """The keys and values of cross-attention in each layer, float64: what decoding computes once per source."""
+        source = self.encode(context, context_lengths)
+        return [block.cross.keys_and_values(source)[1:] for block in self.decoder.blocks if block.cross is not None]
 
     def run(
         self,
@@ -188,13 +209,15 @@ class Transformer(Module):
         dropout_key: np.ndarray | None = None,
         context: np.ndarray | None = None,
         context_lengths: np.ndarray | None = None,
-        memory: np.ndarray | None = None,
+        memory: np.ndarray | list[Pair] | None = None,
         maps: list[np.ndarray] | None = None,
         keep: bool = True,
+        last: bool = False,
     ) -> tuple[np.ndarray, ModelKept]:
         """Unchecked: the output in float64, and what the backward pass needs; `keep=False` keeps block inputs only.
+        `last`: the logits of the last position alone.
 
-        `memory` is the encoder's output, in place of the encoder-decoder's `context`.
+        `memory` is the encoder's output, or its keys and values for each layer, in place of the `context`.
         """
         if self.config.kind == "encoder_decoder":
             encoder_kept = None
@@ -205,7 +228,7 @@ class Transformer(Module):
                 )
             y, kept = self.decoder.run(
                 tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
-                dropout_key=keys[1], context_lengths=context_lengths, memory=memory, maps=maps, keep=keep,
+                dropout_key=keys[1], context_lengths=context_lengths, memory=memory, maps=maps, keep=keep, last=last,
             )  # fmt: skip
             kept.encoder = encoder_kept
             return y, kept
@@ -213,7 +236,8 @@ class Transformer(Module):
         places = np.arange(past, past + T) if positions is None else np.asarray(positions)
         scene = Scene(
             past, mask, self._bias(T, past), kv_lengths, segments, own_rotary(self.config, places, T, past), cache,
-            context=memory, context_lengths=context_lengths, maps=maps,
+            context=None if isinstance(memory, list) else memory, context_lengths=context_lengths,
+            memory=memory if isinstance(memory, list) else None, maps=maps,
         )  # fmt: skip
         embedded, h = self._embed(tokens, places, dropout_key)
         inputs, blocks = [], []
@@ -221,6 +245,7 @@ class Transformer(Module):
             inputs.append(h)
             h, kept_block = block.run(h, *self.of_block(i, scene, dropout_key))
             blocks.append(kept_block if keep else None)
+        h = h[:, -1:] if last else h
         normal = h if self.norm is None else self.norm.run(h)
         pooled, weights = self._pool(normal, kv_lengths, segments)
         logits, y = self._logits(pooled)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import backend_jax as B
-from backend_jax.cache import _with_cache
+from backend_jax.cache import _continue, _read
 from backend_jax.kernels import KERNELS, lowering_for
 from backend_jax.model import named_parameters
 from backend_jax.optimizer import initial_state
@@ -90,7 +90,11 @@ def decode(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
 
     def run(leaves: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         sampling = (key, jnp.float32(0.8), 0.9)
-        return _with_cache(graph, jax.tree.unflatten(tree, leaves), tokens, None, None, None, sampling, new=4, top_k=10)
+        state, T, new = jax.tree.unflatten(tree, leaves), tokens.shape[1], 4
+        room = {"capacity": T + new}
+        stores, memory, logits = _read(graph, state, tokens, T, None, None, None, **room)
+        chosen = _continue(graph, state, stores, memory, logits, T, new, None, None, sampling, **room, top_k=10)
+        return chosen[:new].T
 
     return jax.jit(run), (leaves, batch(config, ROWS, LENGTH)["tokens"], np.array([0, 7], np.uint32))
 

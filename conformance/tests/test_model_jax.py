@@ -236,12 +236,11 @@ def test_ids_and_positions_out_of_range_are_refused():
 
 
 def test_writing_a_layer_cache_keeps_what_is_there():
-    store = LayerCache(jnp.zeros((1, 1, 4, 2)), jnp.zeros((1, 1, 4, 3)), 3)
-    k, v, offset, lengths, mask, _ = store.extend(
-        jnp.ones((1, 1, 1, 2)), jnp.ones((1, 1, 1, 3)), None, jnp.ones((1, 3), bool), None
-    )
+    store = LayerCache(jnp.zeros((1, 1, 4, 2)), jnp.zeros((1, 1, 4, 3)), 3, 4)
+    options = {"mask": jnp.ones((1, 3), bool), "bias": None, "kv_lengths": None, "causal": True, "window": None}
+    k, v, options = store.extend(jnp.ones((1, 1, 1, 2)), jnp.ones((1, 1, 1, 3)), options)
     assert np.array_equal(k[0, 0, :, 0], [0, 0, 0, 1]) and np.array_equal(v[0, 0, :, 0], [0, 0, 0, 1])
-    assert offset.tolist() == [3] and lengths.tolist() == [4] and mask.shape == (1, 4)
+    assert options["kv_lengths"].tolist() == [4] and options["mask"].shape == (1, 4) and not options["causal"]
 
 
 def test_dropout_is_off_without_a_key_and_differs_between_keys():

@@ -157,8 +157,9 @@ def test_step_by_step_with_a_cache_is_one_pass(name):
     steps = [model(part, cache=cache, **call) for part in tokens.split([3, 1, 2, 1], 1)]
     assert cache.length == 7
     close(torch.cat(steps, 1), whole.detach(), 1e-12)
-    cache.length = 3
-    for got, want in zip(model.attention_maps(tokens[:, 3:], cache=cache, **call), maps, strict=True):
+    begun = B.KVCache(config, 3, dtype="float64")
+    model(tokens[:, :3], cache=begun, **call)
+    for got, want in zip(model.attention_maps(tokens[:, 3:], cache=begun, **call), maps, strict=True):
         close(got, want[:, :, 3:].detach(), 1e-12)
     with pytest.raises(ValueError, match="cache must have room for 3 more"):
         model(tokens[:, :3], cache=cache, **call)

@@ -123,6 +123,7 @@ TESTED = {
     "model-9": "test_model_core.py",
     "model-11": "test_families.py",
     "model-12": "test_families.py",
+    "model-13": "test_families_shards.py",
     "block-10": "test_model_core.py",
     "random-8": "test_random.py",
 }

@@ -158,11 +158,28 @@ def encode_tensors(what: str, tensors: Mapping[str, np.ndarray], metadata: Mappi
     return require_package("safetensors.numpy").save(ready, metadata=text or None)
 
 
-def write_stream(path: Path, layout: Layout, arrays: Iterable[np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file one array at a time, whole or not at all; never more than one is needed in memory.
+def write_streams(
+    files: Sequence[tuple[Path, Layout]], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write safetensors files one array at a time, all of them or none; never more than one array in memory.
 
-    layout: name, dtype and shape of each of `arrays`, in their order; an array that does not fit is a ValueError.
+    Each layout gives name, dtype and shape of the next of `arrays`, in their order; an array that does not fit is a
+    ValueError. All files are complete on the disk before the first of them has its name.
     """
+    each, temporary = iter(arrays), [temporary_name(path) for path, _ in files]
+    try:
+        for (path, layout), beside in zip(files, temporary, strict=True):
+            _write_pieces(path, beside, _pieces(layout, each, metadata))
+        for (path, _), beside in zip(files, temporary, strict=True):
+            os.replace(beside, path)
+        flush_directory(files[0][0].parent)
+    finally:
+        for beside in temporary:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+
+def _pieces(layout: Layout, arrays: Iterator[np.ndarray], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     words = dict(zip(DTYPES, ITEM_SIZES, strict=True))
     end = 0
@@ -171,15 +188,12 @@ def write_stream(path: Path, layout: Layout, arrays: Iterable[np.ndarray], metad
         header[name] = {"dtype": words[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8, as the library writes them
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for (name, dtype, shape), array in zip(layout, arrays, strict=True):
-            if array.dtype.name != dtype or array.shape != tuple(shape):
-                raise ValueError(f"{name} must be {dtype} {tuple(shape)}; got {array.dtype.name} {array.shape}")
-            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-    _write(path, pieces())
+    yield len(text).to_bytes(8, "little") + text
+    for name, dtype, shape in layout:
+        array = next(arrays)
+        if array.dtype.name != dtype or array.shape != tuple(shape):
+            raise ValueError(f"{name} must be {dtype} {tuple(shape)}; got {array.dtype.name} {array.shape}")
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def temporary_name(path: Path) -> Path:
@@ -199,11 +213,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     temporary = temporary_name(path)
     try:
-        with open(temporary, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_pieces(path, temporary, pieces)
         os.replace(temporary, path)
         flush_directory(path.parent)
     except OSError as error:
@@ -212,6 +222,18 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         # Gone after the rename; still there where something was raised.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _write_pieces(path: Path, temporary: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write what is to be `path` under another name, and wait until it is on the disk."""
+    try:
+        with open(temporary, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 
 def flush_directory(path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import BlockConfig, ModelConfig
+from ..ring import cache_slots
 from .attention import check_bias, check_key, check_mask
 from .common import (
     FLOATS,
@@ -95,6 +96,11 @@ def check_block_call(
     """The call of a block or of an attention module; `cross` says that it reads a context."""
     check_hidden("x", x, config.width, dtype)
     plan = _sequence(config, x, cache, dtype)
+    if cache is not None and isinstance(config, ModelConfig) and config.layer_windows is not None:
+        raise ValueError(
+            "cache must be None for a part made from a ModelConfig with layer_windows, whose layers keep unlike many "
+            "positions: make the part and its cache from config.block(layer)"
+        )
     if bias is not None:
         check_bias(bias, (plan.B, config.heads, plan.T, plan.S), values)
     _check_restrictions(config, plan, mask, kv_lengths, segments, cache, values)
@@ -231,7 +237,7 @@ def _sequence(config: BlockConfig, x: Any, cache: Any, dtype: str) -> CallPlan:
     B, T = int(x.shape[0]), int(x.shape[1])
     if cache is None:
         return CallPlan(B, T, 0)
-    for field in ("config", "batch", "capacity", "length", "dtype"):
+    for field in ("config", "batch", "capacity", "length", "written", "dtype"):
         if not hasattr(cache, field):
             raise TypeError(f"cache must be a KVCache; got {came(cache)}")
     # What decides the stored arrays; a ModelConfig's cache serves no single block and the reverse.
@@ -243,17 +249,43 @@ def _sequence(config: BlockConfig, x: Any, cache: Any, dtype: str) -> CallPlan:
         raise ValueError(f"cache must have the batch of the input, {B}; got a cache for {cache.batch}")
     if str(cache.dtype) != dtype:
         raise TypeError(f"cache must have the module's dtype ({dtype}); got {cache.dtype}")
-    check_room(cache.length, T, cache.capacity)
-    return CallPlan(B, T, int(cache.length))
+    if not isinstance(cache.length, int):
+        # Counted by a traced program: shapes are then those of a full cache, and values are not checked.
+        return CallPlan(B, T, cache.capacity - T)
+    check_room(cache, T)
+    return CallPlan(B, T, cache.length)
 
 
-def check_room(length: int, T: int, capacity: int) -> None:
-    """A cache is never written past its end."""
-    if length + T > capacity:
+def check_room(cache: Any, T: int) -> None:
+    """A cache is never written past its end, and not taken back behind what a window's ring has let go."""
+    if cache.length + T > cache.capacity:
         raise ValueError(
-            f"cache must have room for {T} more positions; got {length} of {capacity} filled: make it with a larger "
-            "capacity"
+            f"cache must have room for {T} more positions; got {cache.length} of {cache.capacity} filled: make it with "
+            "a larger capacity"
         )
+    least = min(cache_slots(cache.config, cache.capacity), default=cache.capacity)
+    if cache.length < cache.written and cache.written > least:
+        raise ValueError(
+            f"cache must not be taken back from {cache.written} positions to {cache.length}: a layer with a window "
+            f"keeps the last {least} alone; make a new one"
+        )
+
+
+def check_source(kept: Any, given: Any, values: Values) -> None:
+    """The source (context, context_lengths) of a call with a cache is the one that the cache was begun with."""
+    for name, old, new in zip(("context", "context_lengths"), kept, given, strict=True):
+        if old is new:
+            continue
+        same = old is not None and new is not None and tuple(old.shape) == tuple(new.shape)
+        if same:
+            mine, theirs = values(old), values(new)
+            # What cannot be read without waiting for a device is taken at its word.
+            same = mine is None or theirs is None or bool((mine == theirs).all())
+        if not same:
+            raise ValueError(
+                f"{name} must be what the cache was begun with, whose keys and values it keeps: make a new cache for "
+                "another source"
+            )
 
 
 def _check_restrictions(

@@ -206,11 +206,16 @@ def fields_of(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def write_pretrained(
-    folder: str | os.PathLike[str], config: ModelConfig, read: Callable[[str], np.ndarray], family: str | None = None
+    folder: str | os.PathLike[str],
+    config: ModelConfig,
+    read: Callable[[str], np.ndarray],
+    family: str | None = None,
+    max_shard_size: int | str | None = None,
 ) -> str:
     """Write a folder that `Pretrained` and the family's home library read; gives the family's name.
 
     `read` gives a parameter by its canonical name; it is asked for one stored tensor's worth at a time.
+    `max_shard_size`: the most bytes of a file, such as "5GB"; None writes one file whatever its size.
     """
     table = family_of(config, family)
     fields = fields_of(table, config)
@@ -227,7 +232,7 @@ def write_pretrained(
         for line in lines:
             yield from line.operation.save([read(name) for name in line.ours], config, fields)
 
-    write_folder(folder, fields | {"dtype": dtype, "torch_dtype": dtype}, layout, arrays())
+    write_folder(folder, fields | {"dtype": dtype, "torch_dtype": dtype}, layout, arrays(), max_shard_size)
     return table.name
 
 

@@ -7,7 +7,9 @@ twice. Pickles are never opened.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tensor_file import PICKLED, Layout, check_header, require_package, write_stream, write_whole
+from ..tensor_file import PICKLED, Layout, check_header, require_package, write_streams, write_whole
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -131,18 +133,77 @@ def has_nan(x: np.ndarray) -> bool:
 
 
 def write_folder(
-    folder: str | os.PathLike[str], fields: dict[str, Any], layout: Layout, arrays: Iterable[np.ndarray]
+    folder: str | os.PathLike[str],
+    fields: dict[str, Any],
+    layout: Layout,
+    arrays: Iterable[np.ndarray],
+    max_shard_size: int | str | None,
 ) -> None:
-    """Write both files; layout and arrays are what `tensor_file.write_stream` takes."""
-    path = Path(folder)
+    """Write the tensors, in one file or in shards with their index, and then the config: whole or not at all.
+
+    layout and arrays are what `tensor_file.write_streams` takes.
+    """
+    path, limit = Path(folder), _bytes_of(max_shard_size)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: expected a folder to write {CONFIG} and {SINGLE} into")
     if (path / INDEX).exists():
         raise ValueError(f"{path} holds {INDEX} of another model, which readers would follow: take an empty folder")
+    parts = _shards(layout, limit)
+    names = (
+        [SINGLE]
+        if len(parts) == 1
+        else [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+    )
+    if len(parts) > 1 and path.is_dir() and (old := sorted(each.name for each in path.glob("*.safetensors"))):
+        raise ValueError(
+            f"{path} holds {_listed(old)} of another model, which would stay beside the shards: take an empty folder"
+        )
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    write_stream(path / SINGLE, layout, arrays, metadata={"format": "pt"})
+    files = [(path / name, part) for name, part in zip(names, parts, strict=True)]
+    write_streams(files, arrays, metadata={"format": "pt"})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(_size(entry) for entry in layout)},
+            "weight_map": {name: file.name for file, part in files for name, _, _ in part},
+        }
+        write_whole(path / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     write_whole(path / CONFIG, text.encode())
+
+
+def _shards(layout: Layout, limit: int | None) -> list[Layout]:
+    """The layout cut where the next tensor would make a file larger than `limit`; a larger tensor has its own file."""
+    parts: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for entry in layout:
+        if limit is not None and parts[-1] and filled + _size(entry) > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(entry)
+        filled += _size(entry)
+    return list(parts)
+
+
+def _size(entry: tuple[str, str, tuple[int, ...]]) -> int:
+    _, dtype, shape = entry
+    return math.prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+
+
+def _bytes_of(size: int | str | None) -> int | None:
+    """A size in bytes: a number, or a text such as "5GB" (10^9) or "200MiB" (2^20)."""
+    expected = 'max_shard_size must be None, a number of bytes of at least 1, or a text such as "5GB" or "200MiB"'
+    if size is None:
+        return None
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"{expected}; got {size!r}")
+    if isinstance(size, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG])(i?)B", size.strip(), re.IGNORECASE)
+        if found is None:
+            raise ValueError(f"{expected}; got {size!r}")
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMG".index(found[2].upper()) + 1))
+    if size < 1:
+        raise ValueError(f"{expected}; got {size!r}")
+    return size
 
 
 def _listed(names: list[str]) -> str:
