@@ -17,6 +17,7 @@ from core_numpy.contract.checks.model import check_module
 from core_numpy.contract.config import BlockConfig
 from core_numpy.contract.families import Pretrained
 from core_numpy.contract.parameters import Parameter, name_hash
+from core_numpy.contract.tensor_file import copied
 
 from . import layers, place, random
 from .arrays import from_numpy
@@ -83,7 +84,7 @@ class Stored(Initial):
 
     def parameter(self, name: str) -> nnx.Param:
         # A copy that nobody else has: JAX may use its memory as it is, and the file's may be let go.
-        array = np.array(self._read(f"{self._prefix}{name}"), dtype=jnp.dtype(self.dtype), order="C")
+        array = copied(self._read(f"{self._prefix}{name}"), jnp.dtype(self.dtype))
         return nnx.Param(jax.device_put(array, self._device))
 
 

@@ -40,6 +40,7 @@ from .contract.checks.model import check_model_call, check_params, check_source
 from .contract.config import ModelConfig
 from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
+from .contract.tensor_file import copied
 from .encodings import alibi_bias, dtype_of, relative_bias, sinusoidal_encoding
 from .modules import Module, Norm, Table, Values, below, dropped, initial_values, own_rotary, wide
 from .random import fold_in
@@ -89,7 +90,7 @@ class Transformer(Module):
         """
         source = Pretrained(folder)
         cls.refuse(source.config, 0, dtype, device, model=True)
-        values = {name: np.array(source.read(name), dtype=dtype_of(dtype), order="C") for name in source.shapes}
+        values = {name: copied(source.read(name), dtype_of(dtype)) for name in source.shapes}
         model = cls.__new__(cls)
         model.assemble(source.config, values, dtype)
         model.family = source.family

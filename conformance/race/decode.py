@@ -2,8 +2,8 @@
 
 Run as `python -m conformance.race.decode [--size small] [--prompt 128] [--new 64] [--rounds 7] [--json FILE]`.
 Contestants take turns in every round, after a warm-up in which texts and logits are shown to agree; a figure is the
-ratio of medians of the processor's time. One thread for all. Greedy; prefill gives the logits of every position, generate the prompt and the
-new tokens.
+ratio of medians of the processor's time. One thread for all. Greedy; prefill gives the logits of every position,
+generate the prompt and the new tokens.
 `transformers` has two ways to decode, its `generate` and a bare loop over its forward; ratios are to its faster one.
 """
 

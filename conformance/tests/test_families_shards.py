@@ -11,7 +11,7 @@ import pytest
 
 from conformance.tests.three import PACKAGES, back, load, to
 from core_numpy.contract.families import folder as files
-from core_numpy.contract.tensor_file import check_header
+from core_numpy.contract.tensor_file import check_header, copied
 
 INDEX = "model.safetensors.index.json"
 
@@ -104,3 +104,18 @@ def test_a_size_that_is_none_is_refused_before_anything_is_written(package, size
 def test_units_are_those_of_the_home_library():
     sizes = {"1KB": 1000, "2MB": 2 * 10**6, "5GB": 5 * 10**9, "1KiB": 1024, "1.5 MiB": 3 << 19, "1gib": 1 << 30, 7: 7}
     assert {text: files._bytes_of(text) for text in sizes} == sizes
+
+
+@pytest.mark.parametrize("shape", [(37, 21), (1, 40), (40, 1), (0, 5), (3, 4, 5), (7,), ()])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_copy_has_the_values_the_order_and_the_alignment(shape, dtype):
+    x = np.random.default_rng(0).standard_normal(shape).astype("float32")
+    sources = [x, x.T, x[::-1] if x.ndim else x]
+    if x.ndim == 2:
+        fused = np.random.default_rng(1).standard_normal((shape[1] * 3, shape[0])).astype("float32")
+        sources.append(fused[shape[1] : 2 * shape[1]].T)
+    for source in sources:
+        got = copied(source, dtype)
+        assert np.array_equal(got, source.astype(dtype)) and got.dtype == dtype and got.shape == source.shape
+        assert got.flags.c_contiguous and got.flags.writeable and (not got.size or got.ctypes.data % 64 == 0)
+        assert not np.shares_memory(got, source)
