@@ -86,6 +86,7 @@ def x64():
 
 @pytest.mark.parametrize(("package", "name", "dtype"), CALLS)
 def test_a_folder_gives_the_numbers_of_its_home_library(package, name, dtype, home, request):
+    """Explicit head sizes, unequal fused parts, (in, out) or (out, in) [bumblebee 364, vllm 13686, nntile 370]."""
     B = load(package)
     if dtype == "float64" and package == "backend_jax":
         request.getfixturevalue("x64")
@@ -196,6 +197,7 @@ def test_the_three_write_the_same_bytes(package, home, tmp_path):
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_files_keep_every_bit(package, dtype, tmp_path):
+    """NumPy has no bfloat16: nothing is widened or lost on the way [safetensors 598]."""
     B = load(package)
     config = B.ModelConfig(vocab=11, width=6, heads=3, layers=1, max_length=5, dropout=0.25, tie_embeddings=True,
                            activation="gelu_tanh")  # fmt: skip
@@ -297,7 +299,7 @@ def other(value):
 
 @pytest.mark.parametrize("name", F.MODELS)
 def test_every_field_is_read_or_refused(name, home):
-    """No field of `config.json` is dropped: another value gives another configuration, or an error."""
+    """No field of `config.json` is dropped: another value gives another configuration, or an error [Megatron-LM 6305]."""
     fields = json.loads((home(name)[0] / "config.json").read_text())
     family = FAMILIES[fields["model_type"]]
     tensors = frozenset(line for entry in family.tensors for line in entry.stored)

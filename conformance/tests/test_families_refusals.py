@@ -97,6 +97,7 @@ def test_what_no_field_of_ours_says_is_refused(folder, name, value):
 
 
 def test_weights_that_are_pickles_are_never_opened(folder):
+    """A pickle runs whatever code it holds [vllm 12366]."""
     marker = folder / "ran"
 
     class Bomb:
@@ -125,6 +126,7 @@ def test_a_header_length_that_lies_is_refused(folder, length):
 
 
 def test_offsets_that_lie_are_refused(folder):
+    """Offsets and shapes that disagree, before anything is allocated [mlx 3363]."""
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"shape": [11, 6]', b'"shape": [12, 6]'))
@@ -132,11 +134,14 @@ def test_offsets_that_lie_are_refused(folder):
 
 
 def test_shapes_that_contradict_the_config_are_listed(folder):
+    """Names alone do not make a model fit [flax 2436]."""
     fields(folder, vocab_size=12, n_positions=6)
     refused(folder, "wte.weight has shape (11, 6)", "(12, 6)", "wpe.weight has shape (5, 6)", packages=PACKAGES)
 
 
 def test_missing_and_surplus_tensors_are_listed(folder):
+    """What is left over is never ignored unnamed [transformers 28122]."""
+
     def change(stored):
         stored["transformer.h.0.attn.rotary.weight"] = stored.pop("transformer.h.0.ln_1.weight")
         del stored["transformer.ln_f.bias"]
