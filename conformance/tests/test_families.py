@@ -299,7 +299,7 @@ def other(value):
 
 @pytest.mark.parametrize("name", F.MODELS)
 def test_every_field_is_read_or_refused(name, home):
-    """No field of `config.json` is dropped: another value gives another configuration, or an error [Megatron-LM 6305]."""
+    """No field of `config.json` is dropped: another value is another configuration or an error [Megatron-LM 6305]."""
     fields = json.loads((home(name)[0] / "config.json").read_text())
     family = FAMILIES[fields["model_type"]]
     tensors = frozenset(line for entry in family.tensors for line in entry.stored)
