@@ -50,7 +50,7 @@ def run_processes(count: int, devices: int, jobs: list[dict], tmp_path: Path) ->
         )
         for rank in range(count)
     ]  # fmt: skip
-    words = [process.communicate(timeout=280)[1] for process in started]
+    words = [process.communicate(timeout=800)[1] for process in started]
     assert all(process.returncode == 0 for process in started), words[0][-2000:] + words[-1][-2000:]
     return json.loads((tmp_path / "out.json").read_text())
 
@@ -80,11 +80,13 @@ def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_of_two_devices_train_as_one(tmp_path):
     judge(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}, "model": "small", "steps": 3}], tmp_path), 1)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_checkpoint_of_two_processes_resumes_in_another_layout_and_in_the_reference(tmp_path, monkeypatch):
     job = {"do": "resumed", "first": {"fsdp": 2}, "then": {"tensor": 2}, "folder": str(tmp_path / "run")}
     (row,) = run_processes(2, 1, [job], tmp_path)
