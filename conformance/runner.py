@@ -255,6 +255,8 @@ def result_dtypes(case: Case, dtype: str) -> dict[str, str]:
     """The dtype that each result must have, where the contract fixes it by the run's dtype."""
     if case.function in ATTENTION:
         return {name: _lse_dtype(dtype) if name == "lse" else dtype for name in FUNCTIONS[case.function].results}
+    if case.function == "mask_to_bias":
+        return {"bias": case.arguments["dtype"]}
     follows = (
         "layer_norm",
         "rms_norm",
@@ -306,8 +308,10 @@ def overflowed(value: np.ndarray, dtype: str) -> np.ndarray:
 def _equals(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
     assert case.equals is not None
     got = _call(target, case, arguments_of(case, dtype, kernel))
+    dtypes = result_dtypes(case, dtype)
     for name, literal in case.equals.items():
         want = np.array(build(case.id, name, literal if isinstance(literal, dict) else {"values": literal}))
+        check_kind(name, got[name], want.shape, dtypes.get(name))
         if want.dtype == bool or np.issubdtype(want.dtype, np.integer) or FUNCTIONS[case.function].exact:
             check_exact(tally, name, got[name], want)
             continue

@@ -161,3 +161,13 @@ def test_the_same_run_gives_the_same_document():
             del judged_call["seconds"]
         texts.append(json.dumps(document, sort_keys=True))
     assert texts[0] == texts[1]
+
+
+def test_a_literal_answer_must_have_its_dtype_too():
+    import core_numpy
+
+    [row] = rows.select(rows.load_cases(), "quick", "mask-to-bias-bfloat16")
+    assert judge(row, load("core_numpy"), "float32").status == PASSED
+    wide = types.SimpleNamespace(mask_to_bias=lambda mask, dtype: core_numpy.mask_to_bias(mask, "float32"))
+    result = judge(row, Target(wide, "wide"), "float32")
+    assert result.status == FAILED and "must have dtype bfloat16; got float32" in result.detail
