@@ -62,7 +62,7 @@ class Trainer:
         pass
 
     @classmethod
-    def load(cls, path, *, device=None):
+    def load(cls, path, *, device=None, parallel=None):
         found = read_checkpoint(path)
         trainer = cls(Bigram(found.config), found.train_config)
         trainer.model.params, trainer.updates, trainer.batches = found.params, found.step, found.step
