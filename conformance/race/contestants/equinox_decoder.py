@@ -17,26 +17,9 @@ def build(task: Task) -> Running:
 
     from ._jax import running
 
-    config, given, some = task.model, task.params(), jax.random.key(0)
+    config, given = task.model, task.params()
 
-    def norm(name: str) -> Any:
-        made = eqx.nn.LayerNorm(config.width, eps=config.norm_eps)
-        return _filled(made, given[f"{name}.weight"], given[f"{name}.bias"])
-
-    def linear(name: str) -> Any:
-        weight, bias = given[f"{name}.weight"].T, given.get(f"{name}.bias")
-        made = eqx.nn.Linear(weight.shape[1], weight.shape[0], use_bias=bias is not None, key=some)
-        return _filled(made, weight, bias)
-
-    def attention(name: str) -> Any:
-        made = eqx.nn.MultiheadAttention(
-            config.heads, config.width, use_query_bias=True, use_key_bias=True, use_value_bias=True,
-            use_output_bias=True, key=some,
-        )  # fmt: skip
-        for theirs in ("query", "key", "value", "output"):
-            own = linear(f"{name}.{theirs}")
-            made = eqx.tree_at(operator.attrgetter(f"{theirs}_proj"), made, own)
-        return made
+    norm, linear, attention = _makers(task)
 
     class Block(eqx.Module):
         norm1: Any
@@ -79,6 +62,35 @@ def build(task: Task) -> Running:
 
     params, static = eqx.partition(Decoder(), eqx.is_inexact_array)
     return running(params, lambda params, tokens: jax.vmap(eqx.combine(params, static))(tokens), task)
+
+
+def _makers(task: Task) -> tuple[Any, Any, Any]:
+    """name -> layer norm, linear layer, attention with the task's weights of that name."""
+    import equinox as eqx
+    import jax
+
+    config, given, some = task.model, task.params(), jax.random.key(0)
+
+    def norm(name: str) -> Any:
+        made = eqx.nn.LayerNorm(config.width, eps=config.norm_eps)
+        return _filled(made, given[f"{name}.weight"], given[f"{name}.bias"])
+
+    def linear(name: str) -> Any:
+        weight, bias = given[f"{name}.weight"].T, given.get(f"{name}.bias")
+        made = eqx.nn.Linear(weight.shape[1], weight.shape[0], use_bias=bias is not None, key=some)
+        return _filled(made, weight, bias)
+
+    def attention(name: str) -> Any:
+        made = eqx.nn.MultiheadAttention(
+            config.heads, config.width, use_query_bias=True, use_key_bias=True, use_value_bias=True,
+            use_output_bias=True, key=some,
+        )  # fmt: skip
+        for theirs in ("query", "key", "value", "output"):
+            own = linear(f"{name}.{theirs}")
+            made = eqx.tree_at(operator.attrgetter(f"{theirs}_proj"), made, own)
+        return made
+
+    return norm, linear, attention
 
 
 def _filled(module: Any, weight: Any, bias: Any) -> Any:

@@ -13,10 +13,9 @@ def _model(task: Task) -> Any:
     import jax
     from flax import nnx
 
-    from ._jax import compute_dtype, heads_apart
+    from ._jax import compute_dtype
 
     config, dtype, rngs = task.model, compute_dtype(task), nnx.Rngs(0)
-    given = task.params()
 
     def norm() -> Any:
         # use_fast_variance would compute E[x^2] - E[x]^2.
@@ -50,7 +49,16 @@ def _model(task: Task) -> Any:
                 x = block(x, mask)
             return self.head(self.norm(x))
 
-    model = Decoder()
+    return _filled(Decoder(), task)
+
+
+def _filled(model: Any, task: Task) -> Any:
+    """The model with the task's weights in the place of its own."""
+    import jax
+
+    from ._jax import heads_apart
+
+    given = task.params()
 
     def fill(module: Any, name: str) -> None:
         first = "scale" if hasattr(module, "scale") else "kernel"
