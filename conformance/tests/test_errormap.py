@@ -37,6 +37,8 @@ def test_long_axes_are_pooled_and_the_worst_stays():
     (panel,) = found["panels"]
     assert found["pool"] == [3, 1] and len(panel["rows"]) == 18
     assert panel["rows"][-1] == ".b." and set("".join(panel["rows"][:-1])) == {"."}
+    (turned,) = error_map("out", shares.T)["panels"]
+    assert turned["rows"] == ["." * 18, "." * 17 + "b", "." * 18]
 
 
 def test_numbers_vectors_and_nothing_have_a_map_too():

@@ -128,6 +128,7 @@ def test_unknown_peers_are_refused(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", list(PEERS))
 def test_no_peer_is_blamed_for_what_is_not_listed(name):
     if name not in peers.installed():
