@@ -103,6 +103,8 @@ def page(results: dict[str, list[Result]], cases: Sequence[Any], level: str) -> 
         mine = [r for r in found if r.function in ATTENTION and r.case in by_id]
         cells = [cell([r for r in mine if column in features_of(by_id[r.case])]) for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    left = [name for name in PEERS if name not in results]
+    lines += ["", f"Not judged here: {', '.join(left)}."] if left else []
     dtypes = ("float64", "float32", "bfloat16", "float16")
     lines += ["", f"| peer | version | {' | '.join(dtypes)} | calls passed | known | not offered |",
               f"| --- | --- |{' ---: |' * (len(dtypes) + 3)}"]  # fmt: skip
