@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from conformance import budget, calibrate
+from conformance import budget, calibrate, plainly
 from conformance.calibrate import GAP, LIMIT, WEAKEST, main, measure, planted, random_cases, random_layers, summarise
 from conformance.memory import remembering
 from conformance.runner import PASSED, judge
@@ -39,6 +39,7 @@ def test_a_budget_too_tight_closes_the_gap_from_below(monkeypatch):
 def test_a_budget_too_wide_closes_it_from_above(monkeypatch):
     for name in ("INNER", "STEP", "OUTPUT", "STORED"):
         monkeypatch.setattr(budget, name, 12.0 * getattr(budget, name))
+    monkeypatch.setattr(plainly, "TWICE", 12.0 * plainly.TWICE)
     with remembering():
         assert min(planted(WEAKEST[:1]).values(), default=0.0) < GAP
 

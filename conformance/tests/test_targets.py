@@ -285,7 +285,8 @@ def test_a_function_that_always_dies_is_not_asked_for_ever(module):
     name = module("import os\ndef softmax(x, *, axis=-1):\n    os.abort()\n")
     results, _ = judge_targets([name], "quick", "softmax", lambda text: None, 1)[name]
     last = "was not asked: 3 cases of softmax were lost before"
-    assert [r.detail for r in results] == ["its process died (SIGABRT)"] * 3 + [last]
+    assert [r.detail for r in results[:3]] == ["its process died (SIGABRT)"] * 3
+    assert {r.detail for r in results[3:]} == {last}
 
 
 def test_a_run_that_judged_nothing_is_not_a_success(module, capfd):
