@@ -1,8 +1,8 @@
 """Single changes of the reference's own lines: made one at a time, judged like any target, the reference untouched."""
 
 import ast
-import marshal
 import json
+import marshal
 import sys
 
 import pytest
