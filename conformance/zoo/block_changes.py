@@ -126,9 +126,7 @@ def arguments(alter: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> dict[st
             for module in (block.attention, block.cross):
                 if module is not None:
                     own = module._arguments
-                    module._arguments = lambda scene, key, cross, own=own, module=module: alter(
-                        module, own(scene, key, cross)
-                    )
+                    module._arguments = lambda *call, own=own, module=module: alter(module, own(*call))
 
     return altered(change)
 
@@ -276,7 +274,7 @@ def cross_arguments(alter: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[s
         for block in model.blocks:
             if block.cross is not None:
                 own = block.cross._arguments
-                block.cross._arguments = lambda scene, key, cross, own=own: alter(own(scene, key, cross))
+                block.cross._arguments = lambda *call, own=own: alter(own(*call))
 
     return altered(change)
 
