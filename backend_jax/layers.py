@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,12 @@ from core_numpy.contract.checks import layers as checks
 
 from . import random
 from .arrays import values
+
+
+def _whole(*static: str) -> Callable[[Callable], Callable]:
+    """One program where a function is called as it stands, in place of one for each operation; inside others' programs
+    it leaves no trace."""
+    return partial(jax.jit, static_argnames=static, inline=True)
 
 
 def accumulation(dtype: jnp.dtype) -> jnp.dtype:
@@ -29,6 +36,11 @@ def softmax(x: jax.Array, *, axis: int = -1) -> jax.Array:
     x: floating, any shape. Returns x's shape and dtype.
     """
     checks.check_softmax(x, axis)
+    return _softmax(x, axis)
+
+
+@_whole("axis")
+def _softmax(x: jax.Array, axis: int) -> jax.Array:
     s = x.astype(accumulation(x.dtype))
     # The shift drops out of the quotient: without stop_gradient its derivative would cost a pass to compute zero.
     shift = jax.lax.stop_gradient(jnp.max(s, axis=axis, keepdims=True, initial=-jnp.inf))
@@ -42,7 +54,11 @@ def layer_norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, *
 
     x (..., W); weight and bias (W,) or None. Returns x's shape and dtype.
     """
-    eps = checks.check_layer_norm(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, checks.check_layer_norm(x, weight, bias, eps))
+
+
+@_whole("eps")
+def _layer_norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
     y = _work(x)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -58,7 +74,11 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float, unit_offset:
 
     x (..., W); weight (W,) or None. Returns x's shape and dtype.
     """
-    eps = checks.check_rms_norm(x, weight, eps, unit_offset)
+    return _rms_norm(x, weight, checks.check_rms_norm(x, weight, eps, unit_offset), unit_offset)
+
+
+@_whole("eps", "unit_offset")
+def _rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, unit_offset: bool) -> jax.Array:
     y = _work(x)
     y = y / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     if weight is not None:
@@ -125,6 +145,7 @@ def cross_entropy(
     return total / jnp.maximum(count, 1)
 
 
+@_whole("ignore_index", "label_smoothing", "z_loss")
 def cross_entropy_sum(
     logits: jax.Array, targets: jax.Array, *, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -57,8 +57,9 @@ def run_case(case: Case, target: Target, level: str = "full") -> Iterator[Result
     """All results of one case on one target: dtypes by kernels.
 
     A target whose calls are compiled first (a second each) gets all of them at "exhaustive" only. At "quick" it gets
-    float64 with one of its kernels and one other dtype with the kernel of its own choice; at "full" every dtype with
-    its own choice and every kernel with one dtype. Which, turns with the case, so that every combination is met.
+    float64 with one of its kernels and, every third case, another dtype with the kernel of its own choice; at "full"
+    every dtype with its own choice and every kernel with one dtype. Which, turns with the case, so that every
+    combination is met.
     """
     for dtype, kernel in calls(case, target, level):
         yield judge_call(case, target, dtype, kernel)
@@ -90,7 +91,7 @@ def calls(case: Case, target: Target, level: str) -> list[tuple[str, str]]:
         return [*((dtype, "auto") for dtype in dtypes), *more]
     first = (dtypes[0], named[turn % len(named)])
     others = dtypes[1:]
-    return [first, (others[turn % len(others)], "auto")] if others else [first]
+    return [first, (others[turn % len(others)], "auto")] if others and turn % 3 == 0 else [first]
 
 
 def _no_dtype(dtype: str) -> Callable[[Tally], None]:
