@@ -131,6 +131,14 @@ def test_few_scores_whose_weights_are_kept_agree_with_the_reference_and_its_grad
         agrees_with_the_reference({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
 
 
+@pytest.mark.parametrize("way", ["whole", "unrolled"])
+def test_a_sink_of_minus_infinity_beside_no_key_has_no_gradient(way, monkeypatch):
+    q, k, v = inputs(dtype=np.float64)
+    more = {"sinks": np.array([-INF, 0.5, 2.0, -INF]), "kv_lengths": np.array([0, 4])}
+    with cut(way, monkeypatch):
+        agrees_with_the_reference({"q": q, "k": k, "v": v}, more, "blockwise")
+
+
 @pytest.mark.parametrize("name", BASE)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["looped", "chunks"])
