@@ -14,6 +14,7 @@ import numpy as np
 from .recurrent import layer
 
 LENGTHS, HEADS, SIZE = (64, 128, 256, 512, 1024, 2048), 4, 16
+TURN = 0.1  # seconds, many times the tick by which a system books processor time
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,21 @@ def _timed(B: Any, function: Callable[..., Any], *arrays: Any) -> Timed:
 
 
 def seconds(timed: Timed) -> float:
-    """Of the processor, all threads together: the median of five calls or more, short ones for a quarter of a second.
+    """Of the processor, all threads together: the median of five turns, each of so many calls that it lasts a while.
 
-    Other work on the machine stretches what a clock shows, and hardly this.
+    Other work on the machine stretches what a clock shows, and hardly this. One short call would show nothing: what
+    threads of a framework have used is booked only now and then.
     """
     timed.call()  # touches the memory
+    start = time.perf_counter()
+    timed.call()
+    number = max(1, round(TURN / (time.perf_counter() - start)))
     found: list[float] = []
-    while len(found) < 5 or (sum(found) < 0.25 and len(found) < 200):
+    for _ in range(5):
         start = time.process_time()
-        timed.call()
-        found.append(time.process_time() - start)
+        for _ in range(number):
+            timed.call()
+        found.append((time.process_time() - start) / number)
     return float(np.median(found))
 
 

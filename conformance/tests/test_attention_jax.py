@@ -63,13 +63,13 @@ def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7, seed=0, dtype=np.float32):
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
-def close(got, want, tolerance: float = 1e-12) -> None:
+def check_close(got, want, tolerance: float = 1e-12) -> None:
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
 
 
-def agrees_with_the_reference(x, keywords, kernel, tolerance=1e-12):
+def check_agreement(x, keywords, kernel, tolerance=1e-12):
     """Output, lse, and the gradients of all that is differentiable, lse's cotangent included."""
     out, lse = core_numpy.attention_with_lse(**x, **keywords)
     douts, dlse = normal(*out.shape, seed=1), normal(*lse.shape, seed=2)
@@ -84,11 +84,11 @@ def agrees_with_the_reference(x, keywords, kernel, tolerance=1e-12):
         return found, back((jnp.asarray(douts), jnp.asarray(dlse)))[0]
 
     (got, got_lse), gradients = both(smooth)
-    close(got, out, tolerance)
-    close(got_lse, lse, tolerance)
+    check_close(got, out, tolerance)
+    check_close(got_lse, lse, tolerance)
     assert gradients.keys() == want.keys()
     for name in want:
-        close(gradients[name], want[name], 10 * tolerance)
+        check_close(gradients[name], want[name], 10 * tolerance)
 
 
 # ---------------------------------------------------------------- every keyword with every other
@@ -99,14 +99,14 @@ def agrees_with_the_reference(x, keywords, kernel, tolerance=1e-12):
 @pytest.mark.parametrize("way", [*SMALL, "dense"])
 def test_every_two_keywords_together_agree_with_the_reference_and_its_gradients(row, way, monkeypatch):
     with cut(way, monkeypatch):
-        agrees_with_the_reference(*arguments(row), "dense" if way == "dense" else "blockwise")
+        check_agreement(*arguments(row), "dense" if way == "dense" else "blockwise")
 
 
 @pytest.mark.parametrize("n", range(0, len(ROWS), 6))
 def test_some_keywords_together_agree_with_the_reference_and_its_gradients(n, monkeypatch):
     way = (*SMALL, "dense")[n // 6 % 5]
     with cut(way, monkeypatch):
-        agrees_with_the_reference(*arguments(ROWS[n]), "dense" if way == "dense" else "blockwise")
+        check_agreement(*arguments(ROWS[n]), "dense" if way == "dense" else "blockwise")
 
 
 BASE = {
@@ -128,7 +128,7 @@ BASE = {
 def test_few_scores_whose_weights_are_kept_agree_with_the_reference_and_its_gradients(name, monkeypatch):
     q, k, v = inputs(T=7, S=11, dtype=np.float64)
     with cut("whole", monkeypatch):
-        agrees_with_the_reference({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
+        check_agreement({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
 
 
 @pytest.mark.parametrize("way", ["whole", "unrolled"])
@@ -136,7 +136,7 @@ def test_a_sink_of_minus_infinity_beside_no_key_has_no_gradient(way, monkeypatch
     q, k, v = inputs(dtype=np.float64)
     more = {"sinks": np.array([-INF, 0.5, 2.0, -INF]), "kv_lengths": np.array([0, 4])}
     with cut(way, monkeypatch):
-        agrees_with_the_reference({"q": q, "k": k, "v": v}, more, "blockwise")
+        check_agreement({"q": q, "k": k, "v": v}, more, "blockwise")
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -145,7 +145,7 @@ def test_a_sink_of_minus_infinity_beside_no_key_has_no_gradient(way, monkeypatch
 def test_many_blocks_agree_with_the_reference_and_its_gradients(name, way, monkeypatch):
     q, k, v = inputs(T=7, S=11, dtype=np.float64)
     with cut(way, monkeypatch):
-        agrees_with_the_reference({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
+        check_agreement({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
 
 
 @pytest.mark.parametrize("restriction", [{"causal": True}, {"window": (300, 20)}, {"kv_lengths": np.array([513])}])
@@ -153,8 +153,8 @@ def test_blocks_of_the_real_size_agree_with_the_reference(restriction):
     q, k, v = inputs(B=1, H=2, G=1, T=2311, S=2311, D=3, Dv=2)
     got, lse = backend_jax.attention_with_lse(q, k, v, **restriction, kernel="blockwise")
     want, want_lse = core_numpy.attention_with_lse(q, k, v, **restriction)
-    close(got, want, 1e-5)
-    close(lse, want_lse, 1e-5)
+    check_close(got, want, 1e-5)
+    check_close(lse, want_lse, 1e-5)
 
 
 # ---------------------------------------------------------------- dtypes
@@ -246,7 +246,7 @@ def test_a_dead_query_gives_zeros_and_leaves_the_gradients_of_others_alone(how, 
     keywords = {"mask": mask} if how == "mask" else {"bias": np.where(mask, 0, -INF).astype(np.float32)}
     out, back = jax.vjp(lambda *x: backend_jax.attention(*x, **keywords, kernel=kernel), q, k, v)
     assert not np.asarray(out[0, 0, 1]).any()
-    close(out[0, 0, 0], v[0, 0, 0], 1e-6)
+    check_close(out[0, 0, 0], v[0, 0, 0], 1e-6)
     dout = np.ones(out.shape, np.float32)
     dout[0, 0, 1] = NAN if kernel == "blockwise" else 0.0
     gradients = back(jnp.asarray(dout))
@@ -285,7 +285,7 @@ def test_padding_stays_out_however_the_work_is_cut(way, monkeypatch):
     k[0, :, 7], v[0, :, 7] = INF, NAN
     keywords = {"kv_lengths": np.array([7, 3]), "causal": True, "q_offset": 1}
     with cut(way, monkeypatch):
-        agrees_with_the_reference({"q": q, "k": k, "v": v}, keywords, "blockwise")
+        check_agreement({"q": q, "k": k, "v": v}, keywords, "blockwise")
 
 
 @pytest.mark.parametrize("kernel", OWN)
@@ -304,8 +304,8 @@ def test_zero_scores_and_an_identity_for_values_show_the_mask_normalised(kernel)
     """T2 S5: top-left [1, 0, 0, 0, 0], [1/2, 1/2, 0, 0, 0]; bottom-right four quarters, then five fifths."""
     q, k, v = np.zeros((1, 2, 3), np.float32), np.zeros((1, 5, 3), np.float32), np.eye(5, dtype=np.float32)[None]
     f = partial(backend_jax.attention, q, k, v, causal=True, kernel=kernel)
-    close(f(q_offset=0)[0], [[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0]], 1e-6)
-    close(f(q_offset=3)[0], [[0.25] * 4 + [0], [0.2] * 5], 1e-6)
+    check_close(f(q_offset=0)[0], [[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0]], 1e-6)
+    check_close(f(q_offset=3)[0], [[0.25] * 4 + [0], [0.2] * 5], 1e-6)
 
 
 @pytest.mark.parametrize("kernel", [*OWN, "xla"])
@@ -330,8 +330,8 @@ def test_the_soft_cap_comes_before_the_mask():
 def test_the_scale_is_taken_as_it_is_zero_and_negative_ones_too(scale, kernel):
     q, k, v = inputs()
     want = core_numpy.attention(q, k, v, scale=scale)
-    close(jax.jit(partial(backend_jax.attention, scale=scale, kernel=kernel))(q, k, v), want, 1e-6)
-    close(backend_jax.attention(q, k, v, scale=scale, kernel=kernel), want, 1e-6)
+    check_close(jax.jit(partial(backend_jax.attention, scale=scale, kernel=kernel))(q, k, v), want, 1e-6)
+    check_close(backend_jax.attention(q, k, v, scale=scale, kernel=kernel), want, 1e-6)
 
 
 @pytest.mark.parametrize("kernel", OWN)
@@ -340,7 +340,7 @@ def test_scores_of_ten_thousand_neither_overflow_nor_vanish(kernel):
     k = np.array([1e4, -1e4, 1e4 - 1], np.float32).reshape(1, 1, 3, 1) * np.ones((2, 2, 1, 1), np.float32)
     q = np.ones_like(q)
     got = backend_jax.attention(q, k, v, scale=1.0, kernel=kernel)
-    close(got, core_numpy.attention(q, k, v, scale=1.0), 1e-6)
+    check_close(got, core_numpy.attention(q, k, v, scale=1.0), 1e-6)
     # A hidden score far above the visible ones must not spoil the gradient.
     grads = jax.grad(
         lambda q: backend_jax.attention(q, k, v, scale=1.0, mask=np.array([[False, True, True]]), kernel=kernel).sum()
@@ -355,8 +355,8 @@ def test_a_hundred_thousand_keys_are_summed_without_loss(kernel):
     v = np.ones((1, S, 1), np.float32)
     v[:, ::2] = 3.0
     out, lse = backend_jax.attention_with_lse(q, k, v, kernel=kernel)
-    close(out, [[[2.0]]], 2e-5)
-    close(lse, [[np.log(S)]], 1e-6)
+    check_close(out, [[[2.0]]], 2e-5)
+    check_close(lse, [[np.log(S)]], 1e-6)
 
 
 @pytest.mark.parametrize("kernel", OWN)
@@ -366,7 +366,7 @@ def test_a_bias_that_broadcasts_gets_a_gradient_of_its_own_shape(shape, kernel):
     bias, w = normal(*shape).astype(np.float32), normal(2, 2, 3, 7).astype(np.float32)
     got = jax.grad(lambda bias: (backend_jax.attention(q, k, v, bias=bias, kernel=kernel) * w).sum())(bias)
     want = core_numpy.gradients.attention_vjp(w, q, k, v, bias=bias)["bias"]
-    close(got, want, 1e-5)
+    check_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("kernel", OWN)
@@ -376,12 +376,12 @@ def test_empty_axes_give_empty_or_zero_results_and_gradients(empty, kernel):
     sinks = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
     out, lse = backend_jax.attention_with_lse(q, k, v, sinks=sinks, kernel=kernel)
     want, want_lse = core_numpy.attention_with_lse(q, k, v, sinks=sinks)
-    close(out, want, 1e-6)
-    close(lse, want_lse, 1e-6)
+    check_close(out, want, 1e-6)
+    check_close(lse, want_lse, 1e-6)
     f = lambda *x: backend_jax.attention_with_lse(*x[:3], sinks=x[3], kernel=kernel)[1].sum()  # noqa: E731
     gradients = jax.grad(f, argnums=(0, 1, 2, 3))(q, k, v, sinks)
     if empty == "S":
-        close(gradients[3], [6.0] * 4, 1e-6)
+        check_close(gradients[3], [6.0] * 4, 1e-6)
     assert all(not np.asarray(x).any() for x in gradients[:3]) or empty == "Dv"
 
 
@@ -389,10 +389,12 @@ def test_empty_axes_give_empty_or_zero_results_and_gradients(empty, kernel):
 def test_dropout_is_the_reference_s_and_rate_one_gives_zeros(kernel):
     q, k, v = inputs()
     f = partial(backend_jax.attention, q, k, v, kernel=kernel)
-    close(f(dropout_rate=0.4, dropout_key=KEY), core_numpy.attention(q, k, v, dropout_rate=0.4, dropout_key=KEY), 1e-6)
+    check_close(
+        f(dropout_rate=0.4, dropout_key=KEY), core_numpy.attention(q, k, v, dropout_rate=0.4, dropout_key=KEY), 1e-6
+    )
     assert not np.asarray(f(dropout_rate=1.0, dropout_key=KEY)).any()
     weights = backend_jax.attention_weights(q, k, dropout_rate=0.4, dropout_key=KEY)
-    close(weights.sum(-1), np.ones((2, 4, 3)), 1e-6)
+    check_close(weights.sum(-1), np.ones((2, 4, 3)), 1e-6)
 
 
 def test_the_index_of_an_element_is_right_beyond_32_bits():
@@ -413,9 +415,9 @@ def test_parts_of_the_keys_merge_to_the_whole_with_gradients():
 
     out, lse = split(q, k, v)
     want, want_lse = backend_jax.attention_with_lse(q, k, v)
-    close(out, want, 1e-6)
-    close(lse, want_lse, 1e-6)
+    check_close(out, want, 1e-6)
+    check_close(lse, want_lse, 1e-6)
     loss = lambda f: lambda *x: (f(*x)[0] ** 2).sum() + f(*x)[1].sum()  # noqa: E731
     got, expected = (jax.grad(loss(f), argnums=(0, 1, 2))(q, k, v) for f in (split, backend_jax.attention_with_lse))
     for a, b in zip(got, expected, strict=True):
-        close(a, b, 1e-5)
+        check_close(a, b, 1e-5)

@@ -21,7 +21,7 @@ def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7):
     return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def close(got, want, tolerance: float = 1e-6) -> None:
+def check_close(got, want, tolerance: float = 1e-6) -> None:
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
@@ -65,13 +65,13 @@ def test_weights_come_from_the_formula_alone():
     q, k, _ = inputs()
     with pytest.raises(ValueError, match="never holds the weights"):
         backend_jax.attention_weights(q, k, kernel="blockwise")
-    close(backend_jax.attention_weights(q, k), core_numpy.attention_weights(q, k), 1e-6)
+    check_close(backend_jax.attention_weights(q, k), core_numpy.attention_weights(q, k), 1e-6)
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (1, None)}])
 def test_the_library_s_kernel_is_right_where_it_serves(more):
     q, k, v = inputs(T=6, S=6, D=8, Dv=8)
-    close(backend_jax.attention(q, k, v, **more, kernel="xla"), core_numpy.attention(q, k, v, **more), 1e-6)
+    check_close(backend_jax.attention(q, k, v, **more, kernel="xla"), core_numpy.attention(q, k, v, **more), 1e-6)
 
 
 def test_each_kernel_is_explained_and_one_is_chosen():

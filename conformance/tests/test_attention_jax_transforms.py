@@ -28,7 +28,7 @@ def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7):
     return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def close(got, want, tolerance: float = 1e-6) -> None:
+def check_close(got, want, tolerance: float = 1e-6) -> None:
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
@@ -49,7 +49,7 @@ def test_vmap_over_everything_is_the_batch_axis():
         bias=np.asarray(bias),
         causal=True,
     )
-    close(jax.vmap(one)(q, k, v, lengths, offsets, bias), want)
+    check_close(jax.vmap(one)(q, k, v, lengths, offsets, bias), want)
     back = jax.vmap(jax.grad(lambda *x: (one(*x) ** 2).sum(), argnums=(0, 5)))(q, k, v, lengths, offsets, bias)
     whole = jax.grad(
         lambda q, bias: (
@@ -59,7 +59,7 @@ def test_vmap_over_everything_is_the_batch_axis():
         argnums=(0, 1),
     )(q, bias)
     for got, expected in zip(back, whole, strict=True):
-        close(got, expected, 1e-5)
+        check_close(got, expected, 1e-5)
 
 
 def test_checkpoint_inside_jit_changes_no_gradient():
@@ -68,7 +68,7 @@ def test_checkpoint_inside_jit_changes_no_gradient():
     plain = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
     again = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(q, k, v)
     for a, b in zip(plain, again, strict=True):
-        close(a, b)
+        check_close(a, b)
 
 
 def test_the_formula_has_second_derivatives_and_the_blocks_say_where_to_find_them():
@@ -81,7 +81,7 @@ def test_the_formula_has_second_derivatives_and_the_blocks_say_where_to_find_the
     step = 1e-2
     gradient = jax.jit(jax.grad(partial(loss, kernel="blockwise")))
     moved = jnp.zeros_like(q).at[1, 0].set(step)
-    close(hessian[:, :, 1, 0], (gradient(q + moved) - gradient(q - moved)) / (2 * step), 1e-3)
+    check_close(hessian[:, :, 1, 0], (gradient(q + moved) - gradient(q - moved)) / (2 * step), 1e-3)
     for twice in (jax.hessian, lambda f: jax.grad(lambda q: jax.grad(f)(q).sum())):
         with pytest.raises(ValueError, match="kernel='dense'"):
             twice(partial(loss, kernel="blockwise"))(q)
@@ -112,7 +112,7 @@ def test_a_gradient_step_lowers_for_each_platform(platform):
     if platform == "cpu":
         got, want = again.call(q, k, v, jnp.array([3, 700])), step(q, k, v, jnp.array([3, 700]))
         for a, b in zip(got, want, strict=True):
-            close(a, b)
+            check_close(a, b)
 
 
 def test_float32_products_are_exact_on_every_platform_unless_the_caller_says_otherwise():
@@ -129,7 +129,7 @@ def test_an_eager_call_is_one_compiled_one_and_a_growing_offset_compiles_once():
     for offset in range(9):
         got = backend_jax.attention(q, k, v, causal=True, q_offset=offset)
         want = core_numpy.attention(*map(np.asarray, (q, k, v)), causal=True, q_offset=offset)
-        close(got, want)
+        check_close(got, want)
     assert module._run._cache_size() <= 2  # 0 is static, all others one
 
 
