@@ -23,7 +23,7 @@ from core_numpy.contract.checks import training as checks
 from core_numpy.contract.checks.common import require_int
 from core_numpy.contract.checks.layers import check_loss_options
 from core_numpy.contract.checks.model import check_params
-from core_numpy.contract.config import TrainConfig
+from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.progress import fit_bar
 from core_numpy.contract.saving import Saver
 from core_numpy.contract.schedule import learning_rate
@@ -183,6 +183,11 @@ class Trainer:
             total, tokens = total + float(loss), tokens + int(count)
         return {"loss": total / max(tokens, 1), "tokens": tokens}
 
+    @property
+    def ema(self) -> dict[str, np.ndarray] | None:
+        """The averaged parameters as NumPy arrays under canonical names, for `set_params`; None without an average."""
+        return {name: to_numpy(x) for name, x in self.state["ema"].items()} if "ema" in self.state else None
+
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
         """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
 
@@ -215,12 +220,21 @@ class Trainer:
         self._saver.wait()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, device: Any = None, parallel: dict[str, int] | None = None) -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: Any = None,
+        parallel: dict[str, int] | None = None,
+        train_config: TrainConfig | None = None,
+        model_config: ModelConfig | None = None,
+    ) -> Self:
         """The trainer of a checkpoint, or of the newest one in a folder; its next update is the one after.
 
         How it is laid out over devices is said here; a checkpoint has no layout.
+        With `train_config` or `model_config` a checkpoint of another one is refused with the fields that differ.
         """
-        found = read_checkpoint(path)
+        found = read_checkpoint(path, train_config=train_config, model_config=model_config)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)
@@ -234,11 +248,6 @@ class Trainer:
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
         trainer._good = int(found.extra.get("loss_scale_steps", 0))
         return trainer
-
-    @property
-    def ema(self) -> dict[str, np.ndarray] | None:
-        """The averaged parameters as NumPy arrays, for `set_params`; None without an average."""
-        return {name: to_numpy(x) for name, x in self.state["ema"].items()} if "ema" in self.state else None
 
     @property
     def _master(self) -> str:

@@ -258,6 +258,9 @@ class ParallelTrainer(Trainer):
             own[name].grad = None
         return grads
 
+    def _as_spread(self, parameter: Tensor, held: Tensor) -> Tensor:
+        return like(parameter, held)
+
     def _norm(self, grads: Tensor) -> Tensor:
         """Of all processes' gradients together; what several of them hold alike counts once."""
         total = grads.new_zeros(())

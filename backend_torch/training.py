@@ -29,7 +29,7 @@ from core_numpy.contract.checks.training import (
     check_finite,
     check_trainer,
 )
-from core_numpy.contract.config import TrainConfig
+from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.files import read_checkpoint
 from core_numpy.contract.progress import fit_bar
 from core_numpy.contract.saving import Saver
@@ -151,6 +151,10 @@ class Trainer:
         """The gradients of this process, in the order of the buffer."""
         return _differentiate(loss, self._leaves.values())
 
+    def _as_spread(self, parameter: Tensor, held: Tensor) -> Tensor:
+        """What this process holds of something that lies over devices as a parameter does: on one device, all of it."""
+        return held
+
     def _norm(self, grads: Tensor) -> Tensor:
         return global_norm(grads)
 
@@ -240,6 +244,17 @@ class Trainer:
                 counted += counted_targets(arrays)
         return {"loss": total / max(counted, 1), "tokens": counted}
 
+    @property
+    def ema(self) -> dict[str, np.ndarray] | None:
+        """The averaged parameters as NumPy arrays under canonical names, for `set_params`; None without an average."""
+        if "ema" not in self.state:
+            return None
+        views = self.flat.views(self.state["ema"])
+        return {
+            name: to_numpy(turn(self.model, name, self._as_spread(p, views[name])))
+            for name, p in named(self.model).items()
+        }
+
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
         """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
 
@@ -272,13 +287,20 @@ class Trainer:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], *, device: Any = None, parallel: dict[str, int] | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: Any = None,
+        parallel: dict[str, int] | None = None,
+        train_config: TrainConfig | None = None,
+        model_config: ModelConfig | None = None,
     ) -> Trainer:
         """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named.
 
         How it is laid out over devices is said here; a checkpoint has no layout.
+        With `train_config` or `model_config` a checkpoint of another one is refused with the fields that differ.
         """
-        found = read_checkpoint(path)
+        found = read_checkpoint(path, train_config=train_config, model_config=model_config)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)

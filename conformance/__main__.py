@@ -31,6 +31,7 @@ VERBS = {
     "devices": "what compiles and lowers for which device; on a machine that has one, the suite and the race on it",
     "lab": "the course's claims, each measured: table, picture, held or not",
     "maps": "attention maps of a model on a text, as pictures",
+    "curves": "training runs side by side, against gzip and bz2",
     "demo": "conformance, training and a race in one HTML report",
 }
 

@@ -34,7 +34,7 @@ from .contract.checks.training import (
     check_finite,
     check_trainer,
 )
-from .contract.config import TrainConfig
+from .contract.config import ModelConfig, TrainConfig
 from .contract.files import read_checkpoint
 from .contract.progress import fit_bar
 from .contract.saving import Saver
@@ -196,6 +196,11 @@ class Trainer:
             loss, counted = loss + total, counted + number
         return {"loss": loss / max(counted, 1), "tokens": counted}
 
+    @property
+    def ema(self) -> dict[str, np.ndarray] | None:
+        """The averaged parameters as NumPy arrays under canonical names, for `set_params`; None without an average."""
+        return {name: x.copy() for name, x in self.state["ema"].items()} if "ema" in self.state else None
+
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
         """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
 
@@ -214,13 +219,20 @@ class Trainer:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], *, device: Any = None, parallel: dict[str, int] | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: Any = None,
+        parallel: dict[str, int] | None = None,
+        train_config: TrainConfig | None = None,
+        model_config: ModelConfig | None = None,
     ) -> Trainer:
         """A trainer as it was saved, by whichever backend: the newest checkpoint of the folder, or the one named.
 
         How it is laid out over devices is said here, and NumPy has one; a checkpoint has no layout.
+        With `train_config` or `model_config` a checkpoint of another one is refused with the fields that differ.
         """
-        found = read_checkpoint(path)
+        found = read_checkpoint(path, train_config=train_config, model_config=model_config)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core_numpy.contract import peak, training_run
+from core_numpy.contract import peak, progress, training_run
 from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
 from core_numpy.contract.cli import main
 from core_numpy.contract.cost import step_cost
@@ -91,9 +91,9 @@ def stand_in(tmp_path, monkeypatch):
 RUN = ["train", "--text", "text.txt", "--length", "6", "--batch", "3", "--plain"]
 
 
-def logged(path="runs/numpy-tiny"):
-    with open(f"{path}/log.jsonl") as file:
-        return [json.loads(line) for line in file]
+def logged(path="runs/numpy-tiny", file="log.jsonl"):
+    with open(f"{path}/{file}") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def test_training_prints_writes_and_measures(stand_in, capsys):
@@ -102,7 +102,9 @@ def test_training_prints_writes_and_measures(stand_in, capsys):
     assert "step     1/30  loss 5.5452  bits/byte 8.0000" in out  # ln 256 and 8 bits: nothing is learnt yet
     assert out.count("step ") == 30
     assert "bits per byte; the run is in runs/numpy-tiny" in out
-    assert sorted(os.listdir("runs/numpy-tiny")) == ["log.jsonl", "loss.png", "run.json", "step-00000030"]
+    assert sorted(os.listdir("runs/numpy-tiny")) == [
+        "log.jsonl", "loss.png", "run.json", "step-00000030", "validation.jsonl",
+    ]  # fmt: skip
     with open("runs/numpy-tiny/loss.png", "rb") as file:
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
     assert [row["step"] for row in logged()] == list(range(1, 31))
@@ -216,10 +218,11 @@ def test_tensorboard_gets_every_number_where_it_is_installed(stand_in, monkeypat
     assert main(stand_in, [*RUN, "--steps", "3"]) == 0
     (recorder,) = MADE
     assert recorder.closed and recorder.folder.endswith("numpy-tiny")
-    assert [event.step for event in recorder.events] == [1, 2, 3]
-    for event, row in zip(recorder.events, logged(), strict=True):
+    assert [event.step for event in recorder.events] == [1, 2, 3, 3]  # the last is of the held-out part
+    rows = [("train", row) for row in logged()] + [("validation", row) for row in logged(file="validation.jsonl")]
+    for event, (tag, row) in zip(recorder.events, rows, strict=True):
         shown = {value.tag: value.simple_value for value in event.summary.value}
-        assert shown == {f"train/{name}": x for name, x in row.items() if name not in ("step", "backend")}
+        assert shown == {f"{tag}/{name}": x for name, x in row.items() if name not in ("step", "backend")}
 
 
 def test_the_measured_peak_is_that_of_a_product_of_a_known_size(monkeypatch):
@@ -269,6 +272,30 @@ def test_generate_continues_the_prompt(stand_in, capsys):
     assert json.loads(capsys.readouterr().out) == {"prompt": "b", "text": "bc"}
 
 
+def test_the_held_out_part_is_measured_on_the_way_and_the_updates_do_not_know(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "20", "--evaluate-every", "8", "--json", "--out", "often"]) == 0
+    said = [row for row in map(json.loads, capsys.readouterr().out.splitlines()) if "validation_loss" in row]
+    assert [row["step"] for row in said] == [8, 16, 20]
+    rows = logged("often", "validation.jsonl")
+    assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["validation_loss"]) for row in said]
+    assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["loss"] / np.log(2)) and rows[0]["backend"] == "numpy"
+    # What is measured on the way is what a shorter run ends with.
+    assert main(stand_in, [*RUN, "--steps", "16", "--out", "short"]) == 0
+    assert read_curve(Path("short/validation.jsonl")) == [(16, rows[1]["loss"])]
+    assert main(stand_in, [*RUN, "--steps", "20", "--out", "once"]) == 0
+    assert [row["loss"] for row in logged("often")] == [row["loss"] for row in logged("once")]
+    assert read_curve(Path("once/validation.jsonl")) == [(20, rows[2]["loss"])]
+
+
+def test_the_time_that_measuring_takes_is_not_that_of_the_updates(monkeypatch):
+    clock = iter([0.0, 1.0, 2.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    shown = progress.Progress(0, 2, as_json=False, plain=True)
+    shown.row(1, {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens": 10})
+    shown.pause(0.5)
+    assert shown.row(2, {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens": 10})["tokens_per_second"] == 13.3
+
+
 def test_a_second_run_gets_a_folder_of_its_own(stand_in):
     for _ in range(2):
         assert main(stand_in, [*RUN, "--steps", "1"]) == 0
@@ -316,6 +343,7 @@ ERRORS = [
     ([*RUN, "--length", "0"], "length must be an integer of at least 1; got 0"),
     ([*RUN, "--lr", "-1"], "TrainConfig.lr must be a finite number at least 0"),
     ([*RUN, "--checkpoint-every", "0"], "--checkpoint-every must be at least 1"),
+    ([*RUN, "--evaluate-every", "-2"], "--evaluate-every must be at least 1; got -2"),
     ([*RUN, "--device", "quantum"], "device must be 'cpu'; got 'quantum'"),
     (["train", "--resume", "nowhere"], "nowhere does not exist"),
     (["train", "--resume", "run"], "has 2 updates already: give --steps above that"),

@@ -291,8 +291,8 @@ def test_the_same_step_can_be_written_again(tmp_path):
 def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
     write(tmp_path)
     with pytest.raises(ValueError, match="of another model: width is 4 there and 8 here, layers is 1 there and 2 here"):
-        read_checkpoint(tmp_path, config=CONFIG.replace(width=8, layers=2, layer_windows=((3, None),) * 2))
-    assert read_checkpoint(tmp_path, config=CONFIG).step == 1
+        read_checkpoint(tmp_path, model_config=CONFIG.replace(width=8, layers=2, layer_windows=((3, None),) * 2))
+    assert read_checkpoint(tmp_path, model_config=CONFIG).step == 1
 
 
 def test_a_newer_schema_says_that_it_is_newer(tmp_path, monkeypatch):

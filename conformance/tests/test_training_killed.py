@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,15 +15,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from three import FRAMEWORKS, PACKAGES, load
 
 pytest.importorskip("resource")  # POSIX: SIGKILL and file size limits
 
+import core_numpy
 from conformance.tests import run_until_killed as child
-from core_numpy import Trainer, Transformer
 from core_numpy.contract import checkpoints, tensor_file
 from core_numpy.contract.checkpoints import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+# A process that imports a framework and compiles takes seconds: NumPy says it in every run, the others on request.
+SLOW = pytest.mark.parametrize(
+    "package", [pytest.param(p, marks=() if p == "core_numpy" else pytest.mark.slow) for p in PACKAGES]
+)
+
+
+def present(package):
+    pytest.importorskip(FRAMEWORKS[package])
 
 
 def start(package, folder, steps, *limit):
@@ -83,9 +94,9 @@ def test_a_run_killed_at_random_moments_is_bit_for_bit_the_run_that_was_not(tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_twenty_five_kills_some_of_them_in_the_middle_of_a_write_change_no_bit(package, tmp_path):
-    pytest.importorskip({"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "flax"}[package])
+    present(package)
     torn = same_as_straight(package, tmp_path, 400, kills=25, seed=7)
     assert torn >= 1  # else no kill met a write, and the test says less than its name
 
@@ -117,8 +128,8 @@ def dying(monkeypatch, after):
     return calls
 
 
-def trained(updates):
-    trainer = Trainer(Transformer(child.MODEL, seed=1), child.TRAIN)
+def trained(updates, B=core_numpy):
+    trainer = B.Trainer(B.Transformer(child.MODEL, seed=1), child.TRAIN)
     data = child.batches(child.TEXT, batch=4, length=8, seed=3)
     trainer.fit(data, steps=updates, progress=False)
     return trainer
@@ -159,24 +170,62 @@ def test_death_before_any_single_call_of_a_save_leaves_a_whole_checkpoint(again,
     assert outcomes[0] == "old" and outcomes[-1] == "new" and outcomes == sorted(outcomes, reverse=True)
 
 
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(tmp_path):
-    process = start("core_numpy", tmp_path, 2)
-    process.communicate(timeout=60)
-    process = start("core_numpy", tmp_path, 9, 5000)
-    out, err = process.communicate(timeout=60)
+@SLOW
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(package, tmp_path):
+    present(package)
+    process = start(package, tmp_path, 2)
+    process.communicate(timeout=250)
+    process = start(package, tmp_path, 9, 5000)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == 1 and "File too large; older checkpoints are untouched" in err
     assert "step-00000003" in err and len(out.splitlines()) == 1
     found = read_checkpoint(tmp_path)
     assert found.step == 2 and not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_a_folder_that_may_only_be_read_is_one_sentence_and_stays_as_it_is(tmp_path, monkeypatch):
-    first = trained(1)
-    first.save(tmp_path)
+@SLOW
+def test_a_folder_that_may_only_be_read_is_one_sentence_and_stays_as_it_is(package, tmp_path, monkeypatch):
+    B = load(package)
+    trained(1, B).save(tmp_path)
+    second = trained(2, B)
     monkeypatch.setattr(os, "mkdir", lambda *a, **k: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
     with pytest.raises(OSError, match=r"cannot write the checkpoint .*step-00000002: Read-only file system; older"):
-        trained(2).save(tmp_path)
+        second.save(tmp_path)
     assert read_checkpoint(tmp_path).step == 1 and os.listdir(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_ctrl_c_saves_says_where_and_the_resumed_run_is_the_one_that_was_not_stopped(package, tmp_path):
+    """In a process of its own, by the signal that a terminal sends."""
+    present(package)
+
+    def run(*options):
+        # With Python's own handler: a job in the background inherits that the signal is ignored.
+        code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        code += f"import {package}; from core_numpy.contract.cli import main; sys.exit(main({package}))"
+        return subprocess.Popen(
+            [sys.executable, "-c", code, "train", *options, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    def losses(name):
+        return [(row["step"], row["loss"]) for row in map(json.loads, (tmp_path / name / "log.jsonl").open())]
+
+    small = ["--steps", "40", "--batch", "2", "--length", "16", "--out"]
+    process = run(*small, "stopped")
+    lines = [process.stdout.readline() for _ in range(5)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 130, err
+    said = json.loads(out.splitlines()[-1])
+    assert said["interrupted"] and said["out"] == "stopped" and 5 <= said["step"] < 40 and len(lines) == 5
+    assert "finishing this update" in err and read_checkpoint(tmp_path / "stopped").step == said["step"]
+    for process in (run("--resume", "stopped"), run(*small, "straight")):
+        _, err = process.communicate(timeout=250)
+        assert process.returncode == 0, err
+    assert losses("stopped") == losses("straight") and len(losses("straight")) == 40
 
 
 def test_temporary_names_say_whose_they_are_and_never_repeat(tmp_path):

@@ -91,6 +91,34 @@ def test_a_text_too_short_for_the_split_is_refused_with_its_size():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_a_checkpoint_of_another_configuration_is_refused_with_the_fields_that_differ(package, tmp_path):
+    B = load(package)
+    train = B.TrainConfig(lr=0.5, seed=2)
+    B.Trainer(B.Transformer(MODEL), train).save(tmp_path)
+    other = train.replace(lr=0.25, batch=4, ema=0.9)
+    with pytest.raises(ValueError) as refused:
+        B.Trainer.load(tmp_path, train_config=other)
+    words = (
+        "is of another training: batch is 16 there and 4 here, lr is 0.5 there and 0.25 here, ema is None there and 0.9"
+    )
+    assert words in str(refused.value) and "seed" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"is of another model: vocab is 7 there and 8 here$"):
+        B.Trainer.load(tmp_path, model_config=MODEL.replace(vocab=8))
+    with pytest.raises(TypeError, match="train_config must be a TrainConfig or None; got ModelConfig"):
+        B.Trainer.load(tmp_path, train_config=MODEL)
+    assert B.Trainer.load(tmp_path, train_config=train, model_config=MODEL).config == train
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_layout_over_devices_is_no_other_training(package, tmp_path):
+    """A checkpoint has none, so a configuration that asks for one goes with every checkpoint."""
+    B = load(package)
+    train = B.TrainConfig(lr=0.5)
+    B.Trainer(B.Transformer(MODEL), train).save(tmp_path)
+    assert B.Trainer.load(tmp_path, train_config=train.replace(parallel={"data": 2})).config == train
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_checkpoint_of_other_shapes_is_no_checkpoint_of_the_model(package, tmp_path):
     """A shape, a name or a dtype that is not the model's own: a silent restore of (4, 10) into (4, 20) [flax 2436]."""
     from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint

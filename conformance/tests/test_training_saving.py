@@ -85,7 +85,8 @@ def test_a_run_that_was_laid_out_over_devices_goes_on_without_them(B, tmp_path):
                      train_config=TRAIN.replace(parallel={"data": 2}),
                      state={slot: B.get_params(trainer.model) for slot in ("moment1", "moment2", "ema")})  # fmt: skip
     assert B.Trainer.load(tmp_path).config.parallel is None
-    assert list(signature(B.Trainer.load).parameters) == ["path", "device", "parallel"]
+    known = ["path", "device", "parallel", "train_config", "model_config"]
+    assert list(signature(B.Trainer.load).parameters) == known
     with pytest.raises(ValueError, match="parallel"):
         B.Trainer.load(tmp_path, parallel={"data": 0})
 
@@ -123,6 +124,23 @@ def test_a_gradient_that_is_not_finite_names_the_last_checkpoint(B, tmp_path):
         with pytest.raises(FloatingPointError, match=words):
             trainer.step(BATCH)
     assert B.Trainer.load(tmp_path).updates == 1
+
+
+def test_the_average_is_given_under_canonical_names_and_can_be_set(B, tmp_path):
+    trainer = B.Trainer(B.Transformer(MODEL, seed=1), B.TrainConfig(lr=1e-2, ema=0.75, compile=False))
+    start = B.get_params(trainer.model)
+    assert list(trainer.ema) == list(start)
+    trainer.step(BATCH)
+    average, now = trainer.ema, B.get_params(trainer.model)
+    for name, x in average.items():
+        assert x.dtype == now[name].dtype and x.shape == now[name].shape
+        np.testing.assert_allclose(x, 0.75 * start[name] + 0.25 * now[name], atol=1e-7, err_msg=name)
+    again = B.Trainer.load(trainer.save(tmp_path)).ema
+    assert all(again[name].tobytes() == x.tobytes() for name, x in average.items())
+    average["norm.weight"][:] = 7.0  # a copy: the trainer's own stays
+    assert not (trainer.ema["norm.weight"] == 7.0).any()
+    B.set_params(trainer.model, trainer.ema)
+    assert B.Trainer(trainer.model, B.TrainConfig()).ema is None
 
 
 @pytest.mark.parametrize(

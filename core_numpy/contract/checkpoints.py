@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from .checks.common import require_int
+from .checked import Checked
+from .checks.common import came, require_int
 from .config import ModelConfig, TrainConfig
 from .shards import MODEL_SLOT, read_shards
 from .tensor_file import encode_tensors, flush_directory, read_tensors, temporary_name
@@ -154,11 +155,18 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
     return read_checkpoint(folder).path
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, config: ModelConfig | None = None) -> Checkpoint:
+def read_checkpoint(
+    path: str | os.PathLike[str], *, train_config: TrainConfig | None = None, model_config: ModelConfig | None = None
+) -> Checkpoint:
     """Read a checkpoint, or the newest sound one of a folder of them, every digest verified before anything is given.
 
-    With `config`, another configuration is refused with the fields that differ. Damaged: ValueError with the file.
+    With `train_config` or `model_config`, another one is refused with the fields that differ, the layout over devices
+    aside, which no checkpoint has. Damaged: ValueError with the file.
     """
+    if train_config is not None and not isinstance(train_config, TrainConfig):
+        raise TypeError(f"train_config must be a TrainConfig or None; got {came(train_config)}")
+    if model_config is not None and not isinstance(model_config, ModelConfig):
+        raise TypeError(f"model_config must be a ModelConfig or None; got {came(model_config)}")
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: expected a checkpoint or a folder of checkpoints")
@@ -168,10 +176,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, config: ModelConfig | None 
         found = _read(path)
     else:
         found = _read_newest(path)
-    if config is not None:
-        differing = _differences(config, found.config)
-        if differing:
-            raise ValueError(f"{found.path} is of another model: {differing}")
+    if model_config is not None and model_config != found.config:
+        raise ValueError(f"{found.path} is of another model: {_differences(model_config, found.config)}")
+    if train_config is not None:
+        ours, theirs = (each.replace(parallel=None) for each in (train_config, found.train_config))
+        if ours != theirs:
+            raise ValueError(f"{found.path} is of another training: {_differences(ours, theirs)}")
     return found
 
 
@@ -355,7 +365,7 @@ def _named(names: list[str]) -> str:
     return f" ({', '.join(names[:3])}{' and more' if len(names) > 3 else ''})" if names else ""
 
 
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> str:
+def _differences(ours: Checked, theirs: Checked) -> str:
     mine, other = ours.to_dict(), theirs.to_dict()
     return ", ".join(
         f"{name} is {other[name]!r} there and {mine[name]!r} here" for name in mine if mine[name] != other[name]

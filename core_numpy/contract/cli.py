@@ -154,11 +154,12 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--checkpoint-every", type=int, metavar="N", help="updates between checkpoints (default: the end)"
     )
+    verb.add_argument("--evaluate-every", type=int, metavar="N", help="updates between measurements on held-out text")
     verb.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
 
 
 def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
-    """Train, or go on training; writes checkpoints, log.jsonl, loss.png and run.json."""
+    """Train, or go on training; writes checkpoints, log.jsonl, validation.jsonl, loss.png and run.json."""
     given = Settings(
         **{
             name: getattr(arguments, name)
@@ -166,15 +167,19 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
         }
     )
     name = backend_name(backend)
-    if arguments.checkpoint_every is not None and arguments.checkpoint_every < 1:
-        raise ValueError(f"--checkpoint-every must be at least 1; got {arguments.checkpoint_every}")
+    for option, number in (
+        ("checkpoint-every", arguments.checkpoint_every), ("evaluate-every", arguments.evaluate_every),
+    ):  # fmt: skip
+        if number is not None and number < 1:
+            raise ValueError(f"--{option} must be at least 1; got {number}")
     parallel = None if arguments.parallel is None else parse_parallel(arguments.parallel)
     places: dict[str, Any] = {"out": arguments.out, "device": arguments.device, "parallel": parallel}
     if arguments.resume is None:
         session = begin(backend, name, given, **places)
     else:
         session = resume(backend, name, given, arguments.resume, **places)
-    options = {"every": arguments.checkpoint_every, "as_json": arguments.json, "plain": arguments.plain}
+    options = {"every": arguments.checkpoint_every, "evaluate_every": arguments.evaluate_every,
+               "as_json": arguments.json, "plain": arguments.plain}  # fmt: skip
     if getattr(session.trainer, "first", True):
         return run(session, **options)
     # One process of several speaks and writes for all of them.

@@ -12,13 +12,13 @@ def draw_losses(
     path: str | os.PathLike[str],
     curves: Mapping[str, Sequence[tuple[int, float]]],
     *,
-    validation: tuple[int, float] | None = None,
+    validation: Sequence[tuple[int, float]] = (),
     title: str = "",
     unit: str = "byte",
 ) -> None:
     """Write a PNG of bits per byte or token against updates; `curves` are name -> (step, loss in nats).
 
-    `validation` is one such pair. Needs matplotlib. The figure is made without pyplot, so no display and no global
+    `validation` are such pairs. Needs matplotlib. The figure is made without pyplot, so no display and no global
     state are touched.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,8 +32,9 @@ def draw_losses(
         steps, losses = [step for step, _ in points], [bits_per_byte(loss) for _, loss in points]
         style = ("-", "--", ":")[number % 3]
         axes.plot(steps, losses, style, linewidth=max(3.0 - number, 1.0), label=name)
-    if validation is not None:
-        axes.plot(validation[0], bits_per_byte(validation[1]), "k*", markersize=9, label="validation")
+    if validation:
+        bits = [bits_per_byte(loss) for _, loss in validation]
+        axes.plot([step for step, _ in validation], bits, "k*-", linewidth=1.0, markersize=7, label="validation")
     axes.set_xlabel("update")
     axes.set_ylabel(f"bits per {unit}")
     axes.set_title(title)

@@ -68,6 +68,10 @@ class Progress:
             )
         return row
 
+    def pause(self, seconds: float) -> None:
+        """Leave out time that no update took."""
+        self._times = deque(((at + seconds, tokens) for at, tokens in self._times), maxlen=self._times.maxlen)
+
     def message(self, text: str, **fields: Any) -> None:
         """A sentence for people; the fields, if any, as a JSON line for programs."""
         if self.as_json:

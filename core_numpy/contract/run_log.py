@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line per update, and TensorBoard events where `tensorboard` is installed."""
+"""What a run writes down: JSON lines of updates and of measurements, and TensorBoard events where it is installed."""
 
 from __future__ import annotations
 
@@ -7,43 +7,54 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+UPDATES, VALIDATION = "log.jsonl", "validation.jsonl"
 
 
 class RunLog:
-    """`log.jsonl` in the run's folder, and beside it an events file; opened for more lines, closed by `with`."""
+    """`log.jsonl` (updates) and `validation.jsonl` (measurements on the held-out part) in the run's folder, and beside
+    them an events file; opened for more lines, closed by `with`.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.name, path = name, folder / "log.jsonl"
-        cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
-        if cut:  # by the death of an earlier process: what comes now has a line of its own
-            self._file.write("\n")
+        self.name = name
+        self._updates, self._measured = _append(folder / UPDATES), _append(folder / VALIDATION)
         self._events = _event_writer(folder)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({**row, "backend": self.name}) + "\n")
+        self._add(self._updates, row, "train")
+
+    def measured(self, row: Mapping[str, Any]) -> None:
+        self._add(self._measured, row, "validation")
+        self._measured.flush()
+
+    def _add(self, file: TextIO, row: Mapping[str, Any], tag: str) -> None:
+        file.write(json.dumps({**row, "backend": self.name}) + "\n")
         if self._events is not None:
-            self._events(row)
+            self._events(row, tag)
 
     def flush(self) -> None:
-        self._file.flush()
+        self._updates.flush()
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._file.close()
+        self._updates.close()
+        self._measured.close()
         if self._events is not None:
-            self._events(None)
+            self._events(None, "")
 
 
 def read_curve(path: Path) -> list[tuple[int, float]]:
-    """Step and loss of a log; of a step logged twice, by a run that was resumed earlier, the later line.
+    """Step and loss of either log; of a step logged twice, by a run that was resumed earlier, the later line.
 
-    A last line that is cut off, by the death of its process, does not count.
+    No file is no points. A last line that is cut off, by the death of its process, does not count.
     """
     rows: dict[int, float] = {}
+    if not path.exists():
+        return []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -51,6 +62,14 @@ def read_curve(path: Path) -> list[tuple[int, float]]:
             continue
         rows[row["step"]] = row["loss"]
     return sorted(rows.items())
+
+
+def _append(path: Path) -> TextIO:
+    cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (RunLog closes it)
+    if cut:  # by the death of an earlier process: what comes now has a line of its own
+        file.write("\n")
+    return file
 
 
 def _event_writer(folder: Path) -> Any:
@@ -62,12 +81,12 @@ def _event_writer(folder: Path) -> Any:
     except ImportError:
         return None
 
-    def write(row: Mapping[str, Any] | None) -> None:
+    def write(row: Mapping[str, Any] | None, tag: str) -> None:
         if row is None:
             writer.close()
             return
         values = [
-            summary.Summary.Value(tag=f"train/{name}", simple_value=value)
+            summary.Summary.Value(tag=f"{tag}/{name}", simple_value=value)
             for name, value in row.items()
             if name != "step" and isinstance(value, int | float)
         ]

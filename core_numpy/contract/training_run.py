@@ -3,6 +3,7 @@
 DIR/step-00000300/   checkpoints (contract.checkpoints)
     run.json         the settings and the text's digest: what a resumed run must keep
     log.jsonl        one line per update
+    validation.jsonl one line per measurement on the held-out part: at the end, and with --evaluate-every
     loss.png         the curve, where matplotlib is installed
     events.out.*     the same numbers for TensorBoard, where tensorboard is installed
 """
@@ -14,6 +15,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from .data import batches, evaluation_batches, prefetch, split
 from .peak import measure_peak
 from .plots import draw_losses
 from .progress import Progress, bits_per_byte
-from .run_log import RunLog, read_curve
+from .run_log import UPDATES, VALIDATION, RunLog, read_curve
 from .source import Source, open_source
 from .tensor_file import write_whole
 
@@ -199,7 +201,7 @@ def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device:
     return flops / (settings.batch * settings.length) / measure_peak(backend, settings.precision, device)
 
 
-def run(session: Session, *, every: int | None, as_json: bool, plain: bool) -> int:
+def run(session: Session, *, every: int | None, as_json: bool, plain: bool, evaluate_every: int | None = None) -> int:
     """Update until `steps`, then evaluate and save. Ctrl-C finishes the update in hand, saves and says where: 130."""
     settings, out, trainer, steps = session.settings, session.out, session.trainer, session.settings.steps
     out.mkdir(parents=True, exist_ok=True)
@@ -213,54 +215,66 @@ def run(session: Session, *, every: int | None, as_json: bool, plain: bool) -> i
     saved = -1
     try:
         progress.message(session.described)
-        with _interruptible() as interrupted, RunLog(out, session.name) as log, prefetch(stream) as ahead:
-            while trainer.updates < steps and not interrupted.is_set():
-                before = trainer.updates
-                report = trainer.step(next(ahead))
-                if trainer.updates == before:
-                    continue  # left out, as the trainer's own warning says
-                log.write(progress.row(trainer.updates, report))
-                if every is not None and trainer.updates % every == 0:
-                    log.flush()
-                    trainer.save(out, background=True)
-                    saved = trainer.updates
-        trainer.wait()
-        if saved != trainer.updates:
-            trainer.save(out)
-        if trainer.updates < steps:
-            progress.message(
-                f"interrupted: saved {out} after update {trainer.updates}; go on with --resume {out}",
-                interrupted=True, step=trainer.updates, out=str(out),
-            )  # fmt: skip
-            return 130
-        _finish(session, progress, trainer.updates)
+        with RunLog(out, session.name) as log:
+            with _interruptible() as interrupted, prefetch(stream) as ahead:
+                while trainer.updates < steps and not interrupted.is_set():
+                    before = trainer.updates
+                    report = trainer.step(next(ahead))
+                    if trainer.updates == before:
+                        continue  # left out, as the trainer's own warning says
+                    log.write(progress.row(trainer.updates, report))
+                    if every is not None and trainer.updates % every == 0:
+                        log.flush()
+                        trainer.save(out, background=True)
+                        saved = trainer.updates
+                    if evaluate_every is not None and trainer.updates % evaluate_every == 0 and trainer.updates < steps:
+                        _measure(session, log, progress)
+            trainer.wait()
+            if saved != trainer.updates:
+                trainer.save(out)
+            if trainer.updates < steps:
+                progress.message(
+                    f"interrupted: saved {out} after update {trainer.updates}; go on with --resume {out}",
+                    interrupted=True, step=trainer.updates, out=str(out),
+                )  # fmt: skip
+                return 130
+            _measure(session, log, progress)
+        _draw(session, progress)
     finally:
         progress.close()
     return 0
 
 
-def _finish(session: Session, progress: Progress, step: int) -> None:
-    """Measure on the held-out part, draw the curve, say where everything is."""
-    settings, out, unit = session.settings, session.out, session.source.unit
+def _measure(session: Session, log: RunLog, progress: Progress) -> None:
+    """The loss on the held-out part, written down and said; the time it takes is not that of the updates."""
+    settings, unit, step, begin = session.settings, session.source.unit, session.trainer.updates, time.perf_counter()
     held_out = evaluation_batches(
         session.validation, batch=settings.batch, length=settings.length, limit=EVALUATION_BATCHES
     )
     loss = float(session.trainer.evaluate(held_out)["loss"])
+    bits = bits_per_byte(loss)
+    log.measured({"step": step, "loss": loss, f"bits_per_{unit}": bits})
+    progress.pause(time.perf_counter() - begin)
+    place = f"; the run is in {session.out}" if step == settings.steps else f" after update {step}"
+    progress.message(
+        f"validation: loss {loss:.4f}, {bits:.4f} bits per {unit}{place}",
+        step=step, validation_loss=loss, **{f"bits_per_{unit}": bits}, out=str(session.out),
+    )  # fmt: skip
+
+
+def _draw(session: Session, progress: Progress) -> None:
+    """The curves, where matplotlib is installed."""
+    out = session.out
     try:
         draw_losses(
             out / "loss.png",
-            {session.name: read_curve(out / "log.jsonl")},
-            validation=(step, loss),
+            {session.name: read_curve(out / UPDATES)},
+            validation=read_curve(out / VALIDATION),
             title=session.described,
-            unit=unit,
+            unit=session.source.unit,
         )
     except ImportError:
         progress.message("no loss.png: it needs the package matplotlib (pip install matplotlib)")
-    bits = bits_per_byte(loss)
-    progress.message(
-        f"validation: loss {loss:.4f}, {bits:.4f} bits per {unit}; the run is in {out}",
-        step=step, validation_loss=loss, **{f"bits_per_{unit}": bits}, out=str(out),
-    )  # fmt: skip
 
 
 @contextmanager
