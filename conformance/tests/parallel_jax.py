@@ -30,6 +30,8 @@ def compared(parallel: dict[str, int], model: str = "plain", steps: int = 20, **
     keys = ("loss", "grad_norm")
     reports = max(abs(a[k] / b[k] - 1.0) for a, b in zip(got, want, strict=True) for k in keys)
     params = apart(B.get_params(alone.model), B.get_params(trainer.model))
+    if alone.ema is not None:
+        params = max(params, apart(alone.ema, trainer.ema))
     counts = [(a["tokens"], a["lr"]) for a in got] == [(b["tokens"], b["lr"]) for b in want]
     return {"parallel": parallel, "model": model, "reports": reports, "params": params, "counts": counts}
 

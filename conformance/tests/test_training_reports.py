@@ -11,19 +11,29 @@ from three import PACKAGES, back, load, to
 from core_numpy import BlockConfig, ModelConfig, TrainConfig
 from core_numpy.contract.files import load_params, save_params
 
-# What was reported where, and which test would fail with that fault.
+# What was reported where, and which tests would fail with that fault: one for every package, or one for each.
 ANSWERS = {
     "pytorch 124464": ("test_training_reports", "test_without_a_key_nothing_is_dropped_whatever_the_rate"),
     "pytorch 42929": ("test_training_reports", "test_weights_are_those_before_dropout"),
     "transformers 28059": ("test_training_reports", "test_training_drops_with_another_mask_in_each_update_and_layer"),
-    "pytorch 41477": ("test_training_core", "test_eps_stands_outside_the_root_after_the_correction"),
-    "optax 417": ("test_training_core", "test_decay_is_decoupled_and_spares_vectors"),
-    "spd 643": ("test_training_core", "test_clipping_is_exact_and_only_above_the_limit"),
-    "optax 1752": ("test_training_jax", "test_clipping_is_exact_and_survives_its_edges"),
-    "pytorch 46849": ("test_training_torch",
-                      "test_finite_gradients_with_an_infinite_float32_norm_are_clipped_not_refused"),
-    "transformers 24725": ("test_training_core", "test_accumulation_equals_the_large_batch"),
-    "maxdiffusion 484": ("test_training_core", "test_a_reloaded_trainer_goes_on_as_if_it_had_not_stopped"),
+    "pytorch 41477, core": ("test_training_core", "test_eps_stands_outside_the_root_after_the_correction"),
+    "pytorch 41477, torch": ("test_training_torch", "test_adams_eps_is_added_after_the_correction"),
+    "pytorch 41477, jax": ("test_training_jax", "test_adams_eps_stands_outside_the_corrected_root"),
+    "optax 417, core": ("test_training_core", "test_decay_is_decoupled_and_spares_vectors"),
+    "optax 417, torch": ("test_training_torch", "test_decay_is_decoupled_and_spares_biases"),
+    "optax 417, jax": ("test_training_jax", "test_decay_is_decoupled"),
+    "spd 643, core": ("test_training_core", "test_clipping_is_exact_and_only_above_the_limit"),
+    "spd 643, torch": ("test_training_torch", "test_clipping_is_exact"),
+    "spd 643, jax": ("test_training_jax", "test_clipping_is_exact_and_survives_its_edges"),
+    "optax 1752": ("test_training_reports", "test_gradients_of_zero_are_clipped_to_zero"),
+    "pytorch 46849, torch": ("test_training_torch",
+                             "test_finite_gradients_with_an_infinite_float32_norm_are_clipped_not_refused"),
+    "pytorch 46849, jax": ("test_training_jax", "test_clipping_is_exact_and_survives_its_edges"),
+    "maxtext 5143": ("test_training_reports", "test_a_norm_of_half_precision_gradients_is_that_of_float32"),
+    "transformers 24725": ("test_training_reports", "test_micro_batches_weigh_what_they_count"),
+    "maxdiffusion 484, core": ("test_training_core", "test_a_reloaded_trainer_goes_on_as_if_it_had_not_stopped"),
+    "maxdiffusion 484, torch": ("test_training_torch", "test_stopping_and_going_on_is_bit_for_bit_the_unbroken_run"),
+    "maxdiffusion 484, jax": ("test_training_jax", "test_saving_and_loading_changes_nothing"),
     "the_well 77": ("test_training_handover", "test_twenty_updates_in_each_by_checkpoint_are_sixty_in_any_one"),
     "pytorch 86274": ("test_training_reports", "test_no_two_layers_start_alike"),
     "safetensors 598": ("test_training_reports",
@@ -89,6 +99,60 @@ def test_training_drops_with_another_mask_in_each_update_and_layer(package):
     # Two layers with the same weights drop different elements: the second is not the first's mask again.
     keys = [back(B.fold_in(B.key(0), layer)) for layer in range(2)]
     assert not np.array_equal(*keys)
+
+
+@SOME
+def test_micro_batches_weigh_what_they_count(package):
+    """Mean losses 4 and 1 of one and of three targets have the mean 1.75, not 2.5; a micro-batch of none adds none."""
+    B = load(package)
+    targets = np.full((4, 6), -100)
+    for row, count in enumerate((1, 3, 0, 0)):
+        targets[row, :count] = TOKENS[row % 2, :count]
+    batch = {"tokens": np.concatenate([TOKENS, TOKENS[::-1]]), "targets": targets}
+    reports, params = [], []
+    for accumulate in (1, 2, 4):
+        # sgd: AdamW would make a whole step of a gradient that is 0 but for rounding.
+        config = TrainConfig(steps=4, batch=4, optimizer="sgd", lr=0.1, clip_norm=None, accumulate=accumulate)
+        run = B.Trainer(B.Transformer(MODEL.replace(dropout=0.0), seed=1), config)
+        reports.append(run.step(batch))
+        params.append(B.get_params(run.model))
+    rows = [{name: x[row : row + 1] for name, x in batch.items()} for row in range(4)]
+    model = B.Transformer(MODEL.replace(dropout=0.0), seed=1)
+    losses = [B.loss_and_gradients(model, row)[0] for row in rows]
+    assert losses[2:] == [0.0, 0.0]
+    assert abs(losses[0] - losses[1]) > 1e-2  # else the mean of means would be the same
+    for report, moved in zip(reports, params, strict=True):
+        assert report["tokens"] == 4 and report["loss"] == pytest.approx((losses[0] + 3 * losses[1]) / 4, rel=1e-6)
+        assert report["grad_norm"] == pytest.approx(reports[0]["grad_norm"], rel=1e-5)
+        for name, x in moved.items():
+            np.testing.assert_allclose(x, params[0][name], rtol=0, atol=1e-6, err_msg=name)
+
+
+@SOME
+def test_gradients_of_zero_are_clipped_to_zero(package):
+    """0/0 in a clip's factor makes NaN of everything [optax 1752]."""
+    B = load(package)
+    run = B.Trainer(B.Transformer(MODEL, seed=1), TrainConfig(weight_decay=0.0, clip_norm=1e-30))
+    before = B.get_params(run.model)
+    report = run.step({"tokens": TOKENS, "targets": np.full_like(TOKENS, -100)})
+    assert report["loss"] == report["grad_norm"] == 0.0 and run.updates == 1
+    for name, x in B.get_params(run.model).items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+@SOME
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_norm_of_half_precision_gradients_is_that_of_float32(package, precision):
+    """Squares summed in the gradients' own type lose most of them, or overflow [maxtext 5143]."""
+    B = load(package)
+    model = B.Transformer(MODEL.replace(dropout=0.0), seed=1)
+    run = B.Trainer(model, TrainConfig(precision=precision, optimizer="sgd", lr=1.0, betas=(0.0, 0.9), weight_decay=0.0,
+                                       clip_norm=None))  # fmt: skip
+    before = B.get_params(model)
+    report = run.step({"tokens": TOKENS, "targets": TOKENS})
+    assert run.updates == 1  # with lr 1 and no momentum an update is minus the gradient
+    moved = [(before[name].astype(np.float64) - x).ravel() for name, x in B.get_params(model).items()]
+    assert report["grad_norm"] == pytest.approx(np.linalg.norm(np.concatenate(moved)), rel=1e-5)
 
 
 @EVERY

@@ -95,6 +95,22 @@ def full(*arguments, **more):
     raise OSError(28, "No space left on device")
 
 
+def test_a_trainer_has_the_same_names_and_signatures_in_the_three():
+    from inspect import isfunction, signature
+
+    names = ["step", "fit", "evaluate", "save", "wait", "load", "ema"]
+    shapes = []
+    for package in PACKAGES:
+        trainer = load(package).Trainer
+        public = [name for name in names if hasattr(trainer, name)]
+        assert public == names and isinstance(trainer.ema, property)
+        methods = [getattr(trainer, name) for name in names if name != "ema"]
+        shapes.append([[(p.name, p.kind, p.default) for p in signature(m).parameters.values()] for m in methods])
+        extra = {name for name, x in vars(trainer).items() if isfunction(x) and not name.startswith("_")} - {*names}
+        assert extra <= {"accumulate"}  # torch's, of micro-batches that are on the device already
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
 def test_an_error_in_the_background_is_raised_once_by_the_next_step_or_wait(B, tmp_path, monkeypatch, caplog):
     trainer = trained(B, 1)
     trainer.save(tmp_path)
