@@ -273,18 +273,18 @@ def test_generate_continues_the_prompt(stand_in, capsys):
 
 
 def test_the_held_out_part_is_measured_on_the_way_and_the_updates_do_not_know(stand_in, capsys):
-    assert main(stand_in, [*RUN, "--steps", "20", "--evaluate-every", "8", "--json", "--out", "often"]) == 0
+    assert main(stand_in, [*RUN, "--steps", "24", "--evaluate-every", "8", "--json", "--out", "often"]) == 0
     said = [row for row in map(json.loads, capsys.readouterr().out.splitlines()) if "validation_loss" in row]
-    assert [row["step"] for row in said] == [8, 16, 20]
+    assert [row["step"] for row in said] == [8, 16, 24]
     rows = logged("often", "validation.jsonl")
     assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["validation_loss"]) for row in said]
     assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["loss"] / np.log(2)) and rows[0]["backend"] == "numpy"
     # What is measured on the way is what a shorter run ends with.
     assert main(stand_in, [*RUN, "--steps", "16", "--out", "short"]) == 0
     assert read_curve(Path("short/validation.jsonl")) == [(16, rows[1]["loss"])]
-    assert main(stand_in, [*RUN, "--steps", "20", "--out", "once"]) == 0
+    assert main(stand_in, [*RUN, "--steps", "24", "--out", "once"]) == 0
     assert [row["loss"] for row in logged("often")] == [row["loss"] for row in logged("once")]
-    assert read_curve(Path("once/validation.jsonl")) == [(20, rows[2]["loss"])]
+    assert read_curve(Path("once/validation.jsonl")) == [(24, rows[2]["loss"])]
 
 
 def test_the_time_that_measuring_takes_is_not_that_of_the_updates(monkeypatch):
