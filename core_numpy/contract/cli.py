@@ -139,9 +139,7 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--batch", type=int, metavar="N", help="windows per update (default by size)")
     verb.add_argument("--length", type=int, metavar="N", help="bytes per window (default by size)")
     verb.add_argument("--lr", type=float, metavar="X", help="learning rate (default by size)")
-    verb.add_argument(
-        "--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} (default constant)"
-    )
+    verb.add_argument("--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} (default by size)")
     verb.add_argument("--seed", type=int, metavar="N", help="of weights and data order (default 0)")
     verb.add_argument(
         "--precision", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (default float32)"

@@ -49,12 +49,14 @@ class Size:
     batch: int
     steps: int
     lr: float
+    schedule: str = "constant"
 
 
-# Rotary positions, RMS norm and no biases, as in most models of these years. Rates fall with width.
+# Rotary positions, RMS norm and no biases, as in most models of these years. "small" reads the default text not quite
+# four times, in windows of four so that it takes more updates, and ends at rate 0: it then beats gzip and bz2.
 SIZES = {
     "tiny": Size(width=64, heads=4, layers=2, length=64, batch=16, steps=300, lr=3e-3),
-    "small": Size(width=256, heads=8, layers=4, length=256, batch=8, steps=300, lr=1e-3),
+    "small": Size(width=256, heads=8, layers=4, length=256, batch=4, steps=1500, lr=3e-3, schedule="linear"),
     "medium": Size(width=512, heads=8, layers=8, length=512, batch=8, steps=1000, lr=6e-4),
 }
 
@@ -110,7 +112,7 @@ def model_config(size: str, length: int, vocab: int = 256) -> ModelConfig:
 
 
 def train_config(settings: Settings) -> TrainConfig:
-    """Ten updates of warm-up; a constant rate unless asked, so that a run can be made longer by resuming it."""
+    """Ten updates of warm-up; a run with a constant rate can be made longer by resuming it."""
     return TrainConfig(
         steps=settings.steps,
         batch=settings.batch,
@@ -134,7 +136,9 @@ def begin(
     """A new run, in a folder of its own."""
     size = given.size or "tiny"
     shape = SIZES[size]
-    defaults = Settings(None, None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32", "constant")
+    defaults = Settings(
+        None, None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32", shape.schedule
+    )
     settings = _merge(defaults, given)
     if settings.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {settings.steps}")
