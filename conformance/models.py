@@ -140,9 +140,9 @@ def inputs_of(case: ModelCase) -> tuple[Arrays, Arrays]:
 
 def forward_arguments(batch: Arrays, call: Arrays) -> dict[str, Any]:
     given = dict(call)
-    for source, name in (("lengths", "kv_lengths"), ("segments", "segments")):
+    for source in ("lengths", "segments", "context", "context_lengths"):
         if source in batch:
-            given.setdefault(name, batch[source])
+            given.setdefault("kv_lengths" if source == "lengths" else source, batch[source])
     return given
 
 

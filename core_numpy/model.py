@@ -38,9 +38,9 @@ from .block import Block, BranchKept, Scene
 from .cache import KVCache, Pair
 from .contract.checks.model import check_model_call, check_params, check_source
 from .contract.config import ModelConfig
+from .contract.copies import Room, copied
 from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
-from .contract.tensor_file import copied
 from .encodings import alibi_bias, dtype_of, relative_bias, sinusoidal_encoding
 from .modules import Module, Norm, Table, Values, below, dropped, initial_values, own_rotary, wide
 from .random import fold_in
@@ -90,7 +90,8 @@ class Transformer(Module):
         """
         source = Pretrained(folder)
         cls.refuse(source.config, 0, dtype, device, model=True)
-        values = {name: copied(source.read(name), dtype_of(dtype)) for name in source.shapes}
+        kind, room = dtype_of(dtype), Room.of(source.shapes.values(), dtype_of(dtype))
+        values = {name: copied(source.read(name), kind, order="K", room=room) for name in source.shapes}
         model = cls.__new__(cls)
         model.assemble(source.config, values, dtype)
         model.family = source.family

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from conformance.tests.three import PACKAGES, back, load, to
+from core_numpy.contract.copies import Room, copied
 from core_numpy.contract.families import folder as files
-from core_numpy.contract.tensor_file import check_header, copied
+from core_numpy.contract.tensor_file import check_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -106,7 +107,8 @@ def test_units_are_those_of_the_home_library():
     assert {text: files._bytes_of(text) for text in sizes} == sizes
 
 
-@pytest.mark.parametrize("shape", [(37, 21), (1, 40), (40, 1), (0, 5), (3, 4, 5), (7,), ()])
+# The largest are copied by several threads, and turned in more than one block.
+@pytest.mark.parametrize("shape", [(37, 21), (1, 40), (40, 1), (0, 5), (3, 4, 5), (7,), (), (1030, 2051)])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_copy_has_the_values_the_order_and_the_alignment(shape, dtype):
     x = np.random.default_rng(0).standard_normal(shape).astype("float32")
@@ -119,3 +121,19 @@ def test_a_copy_has_the_values_the_order_and_the_alignment(shape, dtype):
         assert np.array_equal(got, source.astype(dtype)) and got.dtype == dtype and got.shape == source.shape
         assert got.flags.c_contiguous and got.flags.writeable and (not got.size or got.ctypes.data % 64 == 0)
         assert not np.shares_memory(got, source)
+        as_it_lies = copied(source, dtype, order="K")
+        assert np.array_equal(as_it_lies, got) and as_it_lies.flags.writeable and as_it_lies.dtype == dtype
+        if source.ndim == 2 and source.strides[0] == source.itemsize < source.strides[1]:
+            assert as_it_lies.T.flags.c_contiguous
+
+
+def test_arrays_of_one_room_lie_beside_each_other_and_apart():
+    shapes = [(3, 5), (), (0, 2), (7,), (2, 1, 3)]
+    room = Room.of(shapes, "float32")
+    arrays = [room.take(shape, np.dtype("float32")) for shape in shapes]
+    for n, x in enumerate(arrays):
+        x[...] = n
+        assert x.size == 0 or x.ctypes.data % 64 == 0
+    for n, (x, shape) in enumerate(zip(arrays, shapes, strict=True)):
+        assert x.shape == shape and (x == n).all() and x.base is not None
+    assert arrays[-1].ctypes.data - arrays[0].ctypes.data == 64 * 3

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from .copies import copied
+
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
               "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # fmt: skip
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
@@ -195,25 +197,6 @@ def _pieces(layout: Layout, arrays: Iterator[np.ndarray], metadata: Mapping[str,
             raise ValueError(f"{name} must be {dtype} {tuple(shape)}; got {array.dtype.name} {array.shape}")
         whole = array if array.flags.c_contiguous else copied(array, array.dtype)
         yield whole.reshape(-1).view(np.uint8).data
-
-
-def copied(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """A copy of x in `dtype`, in C order, that begins at a multiple of 64 bytes: where JAX takes memory as it is.
-
-    A matrix that lies transposed is copied in strips as wide as a cache line: six times as fast as NumPy, which walks
-    down the columns and fetches a line for each number.
-    """
-    dtype = np.dtype(dtype)
-    memory = np.empty(x.size * dtype.itemsize + 63, np.uint8)
-    start = -memory.ctypes.data % 64
-    out = memory[start : start + x.size * dtype.itemsize].view(dtype).reshape(x.shape)
-    if x.ndim == 2 and x.strides[0] == x.itemsize < x.strides[1]:
-        strip = max(1, 64 // dtype.itemsize)
-        for i in range(0, x.shape[1], strip):
-            out[:, i : i + strip] = x[:, i : i + strip]
-    else:
-        np.copyto(out, x, casting="unsafe")
-    return out
 
 
 def temporary_name(path: Path) -> Path:
