@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core_numpy.contract.checks.attention import AttentionPlan, attention_plan, check_merge
+from core_numpy.contract.checks.attention import AttentionPlan, attention_plan, check_attention_values, check_merge
 from core_numpy.contract.checks.kernels import Kernel, check_kernel
 
 from .arrays import values
 from .dense import accumulation, dense
 from .flex import flex
-from .fused import sdpa
+from .fused import is_flag, plain, sdpa
 from .kernels import KERNELS, Call, choose, explain
+from .known import Form, Known, form, keep, recall
 from .place import placed_key
 from .registered import blockwise
 from .visibility import Visibility
+
+# The keyword arguments of `attention`, in their order.
+Options = tuple[Any, ...]
 
 
 def attention(
@@ -51,12 +55,15 @@ def attention(
     every case the same meaning; works under torch.compile, torch.export and torch.func. Autocast does not reach
     inside: q's dtype decides. On a CPU float16 is computed in float32 throughout.
     """
-    call = _call(
-        q, k, v, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
-        softcap, dropout_rate, dropout_key, kernel,
+    options = (
+        mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
+        dropout_key, kernel,
     )  # fmt: skip
-    with _as_given(q):
-        out, _ = _run(choose(kernel, call), call)
+    name, known = _remembered(q, k, v, False, options)
+    if known is not None and known.plain is not None and not torch._C._is_any_autocast_enabled():
+        return plain(q, k, v, *known.plain, known.plan.scale)
+    call, chosen = _asked(q, k, v, False, options, name, known)
+    out, _ = _as_given(_run, chosen, call)
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -83,13 +90,12 @@ def attention_weights(
 
     They are what they are, whole, so every kernel's weights come from the formula itself.
     """
-    call = _call(
-        q, k, None, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
-        softcap, dropout_rate, dropout_key, kernel,
+    options = (
+        mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
+        dropout_key, kernel,
     )  # fmt: skip
-    choose(kernel, call)
-    with _as_given(q):
-        weights = dense(call, value=False)[2]
+    call, _ = _asked(q, k, None, False, options)
+    weights = _as_given(partial(dense, value=False), call)[2]
     return weights.reshape(call.plan.scores_shape)
 
 
@@ -117,12 +123,12 @@ def attention_with_lse(
 
     out (..., H, T, Dv) in q's dtype; lse (..., H, T) float32, float64 for float64. Both have gradients.
     """
-    call = _call(
-        q, k, v, True, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
-        softcap, dropout_rate, dropout_key, kernel,
+    options = (
+        mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
+        dropout_key, kernel,
     )  # fmt: skip
-    with _as_given(q):
-        out, lse = _run(choose(kernel, call), call)
+    call, chosen = _asked(q, k, v, True, options, *_remembered(q, k, v, True, options))
+    out, lse = _as_given(_run, chosen, call)
     return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
@@ -171,27 +177,42 @@ def explain_kernel(
     kernel: str = "auto",
 ) -> str:
     """One sentence per kernel: which `attention` would choose for these arguments, and why not the others."""
-    call = _call(
-        q, k, v, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
-        softcap, dropout_rate, dropout_key, kernel,
+    options = (
+        mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
+        dropout_key, kernel,
     )  # fmt: skip
+    call, _ = _asked(q, k, v, False, options)
     return explain(kernel, call)
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor | None, wants_lse: bool, mask: Any, bias: Any, causal: Any, window: Any,
-    q_offset: Any, kv_lengths: Any, q_segments: Any, kv_segments: Any, sinks: Any, scale: Any, softcap: Any,
-    dropout_rate: Any, dropout_key: Any, kernel: Any,
-) -> Call:  # fmt: skip
-    """Check, and merge the batch axes into one."""
-    plan = attention_plan(
-        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
-        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
-        dropout_rate=dropout_rate, dropout_key=dropout_key, values=values,
-    )  # fmt: skip
-    check_kernel(kernel, KERNELS)
-    left, right = plan.window or (None, None)
-    right = 0 if plan.causal else right
+def _remembered(q: Any, k: Any, v: Any, wants_lse: bool, options: Options) -> tuple[Form | None, Known | None]:
+    """The form of an eager call, and what is known of it."""
+    if torch.compiler.is_compiling():
+        return None, None
+    name = form(q, k, v, wants_lse, *options)
+    return name, recall(name)
+
+
+def _asked(
+    q: Tensor, k: Tensor, v: Tensor | None, wants_lse: bool, options: Options, name: Form | None = None,
+    known: Known | None = None,
+) -> tuple[Call, str]:  # fmt: skip
+    """Check, merge the batch axes into one, and choose the kernel."""
+    (
+        mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
+        dropout_key, kernel,
+    ) = options  # fmt: skip
+    if known is not None:
+        plan, left, right = known.plan, known.left, known.right
+        check_attention_values(plan.S, bias=bias, kv_lengths=kv_lengths, sinks=sinks, values=values)
+    else:
+        plan = attention_plan(
+            q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+            q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+            dropout_rate=dropout_rate, dropout_key=dropout_key, values=values,
+        )  # fmt: skip
+        check_kernel(kernel, KERNELS)
+        left, right = _band(plan)
     offset: int | Tensor = 0
     if left is not None or right is not None:
         offset = q_offset.reshape(-1) if plan.q_offset is None else plan.q_offset
@@ -208,7 +229,37 @@ def _call(
         sinks = None if sinks is None else sinks.reshape(plan.H)
     see = Visibility(left, right, offset, kv_lengths, q_segments, kv_segments, mask, bias)
     key = placed_key(dropout_key, plan.H, plan.T, plan.S)
-    return Call(q, k, q[..., :0] if v is None else v, see, sinks, key, plan, wants_lse)
+    call = Call(q, k, q[..., :0] if v is None else v, see, sinks, key, plan, wants_lse)
+    if known is not None:
+        return call, known.kernel
+    chosen = choose(kernel, call)
+    keep(name, Known(plan, chosen, left, right, _plain(call, chosen)))
+    return call, chosen
+
+
+def _band(plan: AttentionPlan) -> tuple[int | None, int | None]:
+    """The sides of the band, causality included; None for one that restricts nothing."""
+    left, right = plan.window or (None, None)
+    right = 0 if plan.causal else right
+    # Not while traced: there a comparison of lengths would tie the program to them.
+    if plan.q_offset is not None and not torch.compiler.is_compiling():
+        if left is not None and left >= plan.T - 1 + plan.q_offset:
+            left = None
+        if right is not None and right >= plan.S - 1 - plan.q_offset:
+            right = None
+    return left, right
+
+
+def _plain(call: Call, chosen: str) -> tuple[bool, bool] | None:
+    """(is_causal, enable_gqa) where q, k and v as they came and these two are all that torch's fused kernel needs."""
+    see, plan = call.see, call.plan
+    if chosen != "sdpa" or len(plan.batch) != 1 or plan.Dv != plan.D or _wide(call) or _empty(call):
+        return None
+    if see.mask is not None or see.bias is not None or see.ragged:
+        return None
+    if see.banded and not (is_flag(see, plan.scale) and plan.T >= plan.S):
+        return None
+    return see.banded, plan.G != plan.H
 
 
 def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:
@@ -224,7 +275,7 @@ def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:
 
 
 def _run(kernel: str, call: Call) -> tuple[Tensor, Any]:
-    if call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0:
+    if _empty(call):
         return dense(call)[:2]  # empty sums: there is nothing for a kernel to do
     if kernel != "dense" and _wide(call):
         q, k, v = (x.float() for x in (call.q, call.k, call.v))
@@ -235,6 +286,10 @@ def _run(kernel: str, call: Call) -> tuple[Tensor, Any]:
     if kernel == "blockwise":
         return blockwise(call)
     return flex(call) if kernel == "flex" else dense(call)[:2]
+
+
+def _empty(call: Call) -> bool:
+    return call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0
 
 
 def _wide(call: Call) -> bool:
@@ -248,9 +303,13 @@ def _wide(call: Call) -> bool:
     return q.device.type == "cpu" and (q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and call.wants_lse))
 
 
-def _as_given(q: Tensor) -> Any:
-    """Autocast switched off: it would round float32 down although the contract says that q's dtype decides."""
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+def _as_given(compute: Callable[..., Any], *arguments: Any) -> Any:
+    """compute(*arguments), the last of them a Call, without autocast.
+
+    It would round float32 down although the contract says that q's dtype decides.
+    """
+    device = arguments[-1].q.device.type
+    if torch._C._is_any_autocast_enabled() and device != "meta":
+        with torch.autocast(device, enabled=False):
+            return compute(*arguments)
+    return compute(*arguments)

@@ -7,6 +7,7 @@ found when it runs, so lengths may change without compiling again and values of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,23 +32,41 @@ def forward(
     rate: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (N, H, T, Dv) and lse (N, H, T)."""
-    p = _problem(q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset,
-                 scale, softcap, rate)  # fmt: skip
+    out, lse = run_forward(
+        q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset, scale, softcap,
+        rate,
+    )  # fmt: skip
+    return out.contiguous(), lse.contiguous()
+
+
+def run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """`forward` without its way through torch; the results may be strided."""
+    p = _problem(*arguments)
+    q, v, sinks = p.q, p.v, p.sinks
     flash = _fusible(p)
     masks: dict[tuple[int, ...], Tensor] = {}
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation(q.dtype))
+    out, lse = None, None
     for piece in _pieces(p, flash):
-        t = tile(p, piece, masks)
+        t = tile(p, piece, masks, flash)
         values, logs = flash_forward(p, t) if flash else own_forward(p, t)
         if _covers(p, piece) and values.dtype == q.dtype:
-            out, lse = values.contiguous(), logs.contiguous()
+            out, lse = values, logs
             break
+        if out is None or lse is None:
+            out, lse = _nothing(q, v)
         part(out, piece.n, (0, out.shape[1]), piece.q).copy_(values)
         part(lse, piece.n, (0, out.shape[1]), piece.q).copy_(logs)
+    if out is None or lse is None:
+        out, lse = _nothing(q, v)
     if sinks is not None:
         _join_sinks(out, lse, sinks.to(lse.dtype)[:, None], flash)
     return out, lse
+
+
+def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of queries that see no key."""
+    shape = q.shape[:3]
+    return q.new_zeros((*shape, v.shape[3])), q.new_full(shape, -torch.inf, dtype=accumulation(q.dtype))
 
 
 def _join_sinks(out: Tensor, lse: Tensor, sink: Tensor, flash: bool) -> None:
@@ -69,9 +88,20 @@ def backward(
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, bias and sinks; of bias and sinks an empty tensor where there is none to give."""
-    p = _problem(q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset,
-                 scale, softcap, rate)  # fmt: skip
-    acc = lse.dtype
+    dq, dk, dv, dbias, dsinks = run_backward(
+        grad, grad_lse, out, lse, to_bias,
+        q, k, v, mask, bias, offsets, lengths, q_segments, kv_segments, sinks, key, left, right, offset, scale, softcap,
+        rate,
+    )  # fmt: skip
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dbias, dsinks
+
+
+def run_backward(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, to_bias: bool, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`backward` without its way through torch; the results may be strided."""
+    p = _problem(*arguments)
+    q, k, v, bias, sinks, acc = p.q, p.k, p.v, p.see.bias, p.sinks, lse.dtype
     # The fused backward pass knows neither the derivative of lse nor of the bias.
     flash = _fusible(p) and grad_lse is None and not to_bias
     # A row without keys: any finite lse gives exp(-inf - lse) = 0.
@@ -80,34 +110,37 @@ def backward(
     if not flash or sinks is not None:
         delta = torch.linalg.vecdot(grad.to(acc), out.to(acc))
         delta = delta if grad_lse is None else delta - grad_lse
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=acc) for x in (q, k, v))
+    grads: tuple[Tensor, ...] | None = None
     dbias = torch.zeros_like(bias, dtype=acc) if to_bias and bias is not None else q.new_empty(0)
     heads = (0, q.shape[1])
     masks: dict[tuple[int, ...], Tensor] = {}
     for piece in _pieces(p, flash):
-        t = tile(p, piece, masks)
+        t = tile(p, piece, masks, flash)
         g, l = (part(x, piece.n, heads, piece.q) for x in (grad, finite))
         if flash:
             parts, term = flash_backward(p, t, g, part(out, piece.n, heads, piece.q), l), None
-            if _covers(p, piece):
-                dq, dk, dv = parts
-                break
         else:
             parts, term = own_backward(p, t, g, part(delta, piece.n, heads, piece.q), l)
-            if to_bias and term is not None:
-                target = part(dbias, piece.n, (0, dbias.shape[1]), piece.q, piece.k)
-                target += (
-                    term.sum([a for a in range(4) if dbias.shape[a] == 1], keepdim=True) if 1 in dbias.shape else term
-                )
-        part(dq, piece.n, heads, piece.q).copy_(parts[0])
-        for whole, piece_grad in ((dk, parts[1]), (dv, parts[2])):
+        if to_bias and term is not None:
+            target = part(dbias, piece.n, (0, dbias.shape[1]), piece.q, piece.k)
+            target += term.sum([a for a in range(4) if dbias.shape[a] == 1], keepdim=True) if 1 in dbias.shape else term
+        if _covers(p, piece):
+            grads = parts
+            break
+        if grads is None:
+            grads = tuple(x.new_zeros(x.shape, dtype=acc) for x in (q, k, v))
+        part(grads[0], piece.n, heads, piece.q).copy_(parts[0])
+        for whole, piece_grad in zip(grads[1:], parts[1:], strict=True):
             part(whole, piece.n, (0, whole.shape[1]), piece.k).add_(piece_grad)
+    if grads is None:
+        grads = tuple(torch.zeros_like(x) for x in (q, k, v))
     dsinks = q.new_empty(0)
     if sinks is not None:
         dsinks = -(torch.exp(sinks.to(acc)[:, None] - finite) * delta).sum((0, 2)).to(sinks.dtype)
     if to_bias and bias is not None:
         dbias = dbias.to(bias.dtype)
-    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias, dsinks
+    dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv, dbias, dsinks
 
 
 def _problem(

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .place import weight_index
+from .quick import quick
 from .random import uniform_at
-from .visibility import seen, visible
+from .visibility import readable, seen, visible
 
 
 def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,6 +22,10 @@ def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     N, H, T, _ = q.shape
     G, S = k.shape[1], k.shape[2]
     acc = accumulation(q.dtype)
+    if readable(q) and q.numel() and k.numel():
+        found = quick(call, acc)
+        if found is not None:
+            return _quickly(call, *found, acc, value)
     vis = visible(call.see, q.device, (0, N), (0, T), (0, S))
     if vis is not None:
         alive = seen(vis, G)
@@ -40,12 +45,34 @@ def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     weights, lse = _softmax(scores, None if call.sinks is None else call.sinks.to(acc)[:, None, None])
     if not value:
         return v, lse, weights.to(q.dtype)
-    used = weights
-    if plan.dropout_rate > 0:
-        n, i, j = (torch.arange(size, device=q.device) for size in (N, T, S))
-        used = weights * kept(call.key, weight_index(call.key, n, H, i, j, T, S), plan.dropout_rate, acc)
-    out = (grouped(used, G) @ v.to(acc)).reshape(N, H, T, v.shape[-1])
+    out = (grouped(_thinned(call, weights, acc), G) @ v.to(acc)).reshape(N, H, T, v.shape[-1])
     return out.to(q.dtype), lse, weights.to(q.dtype)
+
+
+def _quickly(
+    call, s: Tensor, weights: Tensor, values: Tensor, acc: torch.dtype, value: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from scores and weights whose last column may be the sink."""
+    q, S = call.q, call.k.shape[2]
+    N, H, T, _ = q.shape
+    lse = torch.logsumexp(s, -1) if call.wants_lse else s.new_empty(0)
+    if not value:
+        return call.v, lse, weights[..., :S].to(q.dtype)
+    used = weights
+    if call.plan.dropout_rate > 0:
+        used, values = _thinned(call, weights[..., :S], acc), values[:, :, :S]
+    G = values.shape[1]
+    out = torch.bmm(used.reshape(N * G, H // G * T, -1), values.reshape(N * G, -1, values.shape[-1]))
+    return out.view(N, H, T, -1).to(q.dtype), lse, weights[..., :S].to(q.dtype)
+
+
+def _thinned(call, weights: Tensor, acc: torch.dtype) -> Tensor:
+    """Weights after dropout."""
+    if call.plan.dropout_rate == 0:
+        return weights
+    (N, H, T, S), key = weights.shape, call.key
+    n, i, j = (torch.arange(size, device=weights.device) for size in (N, T, S))
+    return weights * kept(key, weight_index(key, n, H, i, j, T, S), call.plan.dropout_rate, acc)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

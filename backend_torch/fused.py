@@ -9,45 +9,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dense import accumulation
-from .visibility import Visibility, hull, seen, visible
+from .dense import accumulation, dense
+from .visibility import Visibility, band_term, hull, last_sees_all, narrowed, readable, seen, tame, visible
 
 _SDPA = F.scaled_dot_product_attention
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, flag: bool, grouped: bool, scale: float) -> Tensor:
+    """(N, H, T, D) of a call that is torch's own: nothing restricts it but j <= i where flag says so, and D = Dv."""
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        q, k, v = _side_by_side(q, k, v)
+    out = _SDPA(q, k, v, None, 0.0, flag, scale=scale, enable_gqa=grouped)
+    if out.grad_fn is not None:
+        out.grad_fn.register_hook(_once)
+    return out
 
 
 def sdpa(call: Any) -> Tensor:
     """(N, H, T, Dv) of a call without soft cap, sinks, dropout or lse.
 
-    Pure causality goes as torch's flag, which is top-left; every other restriction as one boolean mask, so nothing
-    depends on how torch combines the two. Keys that no query may attend to are cut off or taken out of k and v:
-    torch would multiply a NaN in them by 0. Head sizes that differ are filled with zeros up to the larger one, which
-    changes no score, because only equal sizes reach torch's fused kernels on a CPU.
+    Pure causality goes as torch's flag, which is top-left; every other restriction as one mask, so nothing depends on
+    how torch combines the two. Keys that no query may attend to are cut off or, where they hold what a weight of 0
+    would not silence, taken out of k and v: torch would multiply a NaN in them by 0. Head sizes that differ are filled
+    with zeros up to the larger one, which changes no score, because only equal sizes reach torch's fused kernels on a
+    CPU.
     """
     q, k, v, see, plan = call.q, call.k, call.v, call.see, call.plan
     T, S, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    if see.banded:
-        start, stop = hull(see, T, S)
-        if start != 0 or stop != S:
-            k, v, see = k[:, :, start:stop], v[:, :, start:stop], _cut(see, start, stop)
-    flag = False
-    if plan.scale > 0 and _is_flag(see):  # on a CPU torch scales its fill of -inf too: NaN for 0, inf below
-        flag = True
-    mask = None
-    if not flag and (see.banded or see.ragged or see.mask is not None):
-        mask = visible(replace(see, bias=None), q.device, (0, q.shape[0]), (0, T), (0, k.shape[2]))
-    if see.bias is not None:
-        # In the accumulation dtype, never rounded down to that of q (a bias of q's own dtype stays what it is).
-        # Detached where no gradient is wanted: the flag alone would keep torch from its fused kernels.
-        bias = see.bias if call.bias_gradient else see.bias.detach()
-        bias = bias if bias.dtype == q.dtype else bias.to(accumulation(q.dtype))
-        mask = bias if mask is None else bias.where(mask, -torch.inf)
-    alive = None if mask is None else seen(mask, k.shape[1])
+    looks = readable(q)
+    start, stop = hull(see, T, S) if see.banded else (0, S)
+    if looks:
+        see, start, stop = narrowed(see, start, stop)
+    if looks and stop == start:
+        return dense(call)[0]  # nothing to see
+    if start != 0 or stop != S:
+        k, v, see = k[:, :, start:stop], v[:, :, start:stop], _cut(see, start, stop)
+    flag = is_flag(see, plan.scale)
+    mask, alive = None, None
+    if not flag:
+        mask, alive = _restricted(call, see, q, k, v, looks)
     if alive is not None:
         k, v = k.where(alive, 0.0), v.where(alive, 0.0)
     if Dv != D and not q.is_cuda:
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     # The fused kernels need features next to each other; otherwise torch quietly takes its quadratic one.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = _side_by_side(q, k, v)
     grouped = False  # set by a branch: while traced, a comparison of sizes is no bool
     if k.shape[1] != q.shape[1]:
         grouped = mask is None or not q.is_cuda
@@ -57,6 +63,35 @@ def sdpa(call: Any) -> Tensor:
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.register_hook(_once)
     return out[..., :Dv] if Dv != D else out
+
+
+def _restricted(
+    call: Any, see: Visibility, q: Tensor, k: Tensor, v: Tensor, looks: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Mask or bias for torch's kernel, and which keys to take out of k and v: (n, G, S, 1), None for none."""
+    N, T, S = q.shape[0], q.shape[2], k.shape[2]
+    if see.bias is None:
+        if looks and see.banded and see.mask is None and not see.ragged:
+            return band_term(see, T, S, accumulation(q.dtype)), None  # between its ends a band leaves no key out
+        mask = None
+        if see.banded or see.ragged or see.mask is not None:
+            mask = visible(see, q.device, (0, N), (0, T), (0, S))
+    else:
+        mask = None
+        if see.banded or see.ragged or see.mask is not None:
+            mask = visible(replace(see, bias=None), q.device, (0, N), (0, T), (0, S))
+        # In the accumulation dtype, never rounded down to that of q (a bias of q's own dtype stays what it is).
+        # Detached where no gradient is wanted: the flag alone would keep torch from its fused kernels.
+        bias = see.bias if call.bias_gradient else see.bias.detach()
+        bias = bias if bias.dtype == q.dtype else bias.to(accumulation(q.dtype))
+        mask = bias if mask is None else bias.where(mask, -torch.inf)
+    if mask is None or (looks and (last_sees_all(mask) or tame(k, v))):
+        return mask, None
+    return mask, seen(mask, k.shape[1])
+
+
+def _side_by_side(*arrays: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in arrays)
 
 
 def _cut(see: Visibility, start: int, stop: int) -> Visibility:
@@ -77,9 +112,16 @@ def _cut(see: Visibility, start: int, stop: int) -> Visibility:
     )
 
 
-def _is_flag(see: Visibility) -> bool:
-    """Whether all there is to say is j <= i."""
-    if see.left is not None or see.right is None or see.ragged or see.mask is not None or see.bias is not None:
+def is_flag(see: Visibility, scale: float) -> bool:
+    """Whether torch's flag says it all: j <= i. On a CPU it scales its fill of -inf too: NaN for 0, inf below."""
+    if (
+        not scale > 0
+        or see.left is not None
+        or see.right is None
+        or see.ragged
+        or see.mask is not None
+        or see.bias is not None
+    ):
         return False
     return not isinstance(see.offset, Tensor) and see.offset + see.right == 0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from core_numpy.contract.checks.attention import AttentionPlan
 from core_numpy.contract.checks.kernels import Kernel, check_kernel, refuse_kernel
 
-from .visibility import Visibility
+from .visibility import Visibility, readable
 
 KERNELS = {
     "sdpa": Kernel(
@@ -54,15 +54,15 @@ class Call:
 Test = Callable[[Call], bool]
 
 
-# Up to so many scores torch's formula, which it takes for a bias with a gradient, is no slower than an own backward
-# pass, forward and backward on one core in float32: 0.6 of its time at 2^19 scores, 0.8 at 2^21, the same at 2^23.
+# Up to so many scores the formula is no slower than an own backward pass where a bias has a gradient, forward and
+# backward on one core in float32: 0.6 of its time at 2^19 scores, 0.8 at 2^21, the same at 2^23.
 WRITTEN_OUT = 1 << 21
 
 
 def _written_out(c: Call) -> bool:
     if c.q.device.type != "cpu" or c.q.dtype not in (torch.float32, torch.float64):
         return False
-    return c.q.shape[0] * c.plan.H * c.plan.T * c.plan.S <= WRITTEN_OUT
+    return _scores(c) <= WRITTEN_OUT
 
 
 def _half_bias(c: Call) -> bool:
@@ -90,11 +90,14 @@ CANNOT: tuple[tuple[str, str, Test], ...] = (
     ("flex", "it reads features next to each other, 16 or more", lambda c: min(c.plan.D, c.plan.Dv) < 16),
 )
 
-# Up to so many scores the whole formula at once beats a registered operation and its Python. Measured on one core in
-# float32, soft cap or sinks, causal or not: twice as fast at 2^13 scores, not slower at 2^17, either way at 2^18.
+# Up to so many scores the whole formula at once beats a kernel that gives lse: measured on one core in float32.
 SMALL = 1 << 17
-# From this length on, cutting a batch element's own keys out pays for one call per element.
-CUT = 256
+# With a soft cap or sinks, forward and backward on two cores in float32, causal: 0.8 and 0.9 of the pieces' time at
+# 2^19 and 2^21 scores; at 2^23, where pieces skip half of them, 1.8 and 2.8 times it.
+CAPPED = 1 << 21
+# From this length on, cutting a batch element's own keys out pays for one call per element, and from this one on a
+# narrow band for one call per block of queries: below, torch's kernel with a mask takes 0.8 to 1.0 of the time.
+CUT, BAND = 256, 512
 
 
 def reasons(kernel: str, call: Call) -> list[str]:
@@ -103,7 +106,12 @@ def reasons(kernel: str, call: Call) -> list[str]:
 
 
 def _small(c: Call) -> bool:
-    return c.q.shape[0] * c.plan.H * c.plan.T * c.plan.S <= SMALL
+    capped = not c.wants_lse and not c.q.is_cuda and (c.plan.softcap is not None or c.sinks is not None)
+    return _scores(c) <= (CAPPED if capped else SMALL)
+
+
+def _scores(c: Call) -> int:
+    return c.q.shape[0] * c.plan.H * c.plan.T * c.plan.S
 
 
 def _thin(c: Call) -> bool:
@@ -118,7 +126,15 @@ def _thin(c: Call) -> bool:
 
 
 def _structured(c: Call) -> bool:
-    return c.plan.S >= CUT and (c.see.ragged or _thin(c))
+    return (c.plan.S >= CUT and _uneven(c)) or (c.plan.S >= BAND and _thin(c))
+
+
+def _uneven(c: Call) -> bool:
+    """Whether batch elements may differ in structure; a single one's length, where it can be read, any kernel cuts."""
+    see = c.see
+    if not see.ragged or see.q_segments is not None or isinstance(see.offset, Tensor):
+        return see.ragged
+    return c.q.shape[0] != 1 or not readable(c.q)
 
 
 def _transformed(c: Call) -> bool:
@@ -132,6 +148,7 @@ ORDER: tuple[tuple[str, str, Test], ...] = (
     ("flex", "on CUDA it skips what band, lengths and segments leave out", lambda c: c.q.is_cuda and _structured(c)),
     ("blockwise", "it skips what band, lengths and segments leave out", lambda c: not c.q.is_cuda and _structured(c)),
     ("blockwise", "torch.func.vmap would run torch's fused CPU kernel once per element", _transformed),
+    ("dense", "few scores: torch too writes a bias's gradient out", lambda c: c.bias_gradient and _written_out(c)),
     ("sdpa", "torch's fused kernel says all of it", lambda c: True),
     ("dense", "few scores: the formula at once is the shortest way", _small),
     ("flex", "on CUDA it fuses soft cap, sinks and lse", lambda c: c.q.is_cuda),

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blockwise import backward, forward
+from .blockwise import backward, forward, run_backward, run_forward
 from .dense import accumulation
 from .fused import second_derivative
+from .visibility import readable
 
 # Positions in the arguments of `forward`.
 _SINKS, _KEY, _TENSORS = 9, 10, 11
@@ -21,7 +22,10 @@ def blockwise(call: Any) -> tuple[Tensor, Tensor]:
     see, plan = call.see, call.plan
     offset, offsets = (0, see.offset) if isinstance(see.offset, Tensor) else (see.offset, None)
     key = call.key if plan.dropout_rate > 0 else None
-    return (forward if torch.compiler.is_compiling() else _Blockwise.apply)(
+    run: Any = forward
+    if not torch.compiler.is_compiling():
+        run = _Eager.apply if readable(call.q) else _Blockwise.apply
+    return run(
         call.q, call.k, call.v, see.mask, see.bias, offsets, see.lengths, see.q_segments, see.kv_segments,
         call.sinks, key, see.left, see.right, offset, plan.scale, plan.softcap, plan.dropout_rate,
     )  # fmt: skip
@@ -73,8 +77,23 @@ forward.register_autograd(partial(_derivative, backward), setup_context=_setup)
 backward.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
 
 
+class _Eager(torch.autograd.Function):
+    """The same for eager work on a CPU: by far the shortest way there is, which a short call notices."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        output = run_forward(*args)
+        _setup(ctx, args, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # Recorded, it has to say that it has no derivative.
+        return _derivative(_Backward.apply if torch.is_grad_enabled() else run_backward, ctx, *grads)
+
+
 class _Blockwise(torch.autograd.Function):
-    """The same for eager work and torch.func, which wants this form."""
+    """The same for torch.func, which wants this form, and for devices that are not read."""
 
     setup_context = staticmethod(_setup)
 

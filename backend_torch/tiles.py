@@ -48,10 +48,13 @@ class Tile:
     piece: Piece
 
 
-def tile(p: Problem, piece: Piece, masks: dict[tuple[int, ...], Tensor]) -> Tile:
-    """Cut a piece out, with its mask, and with the keys that none of its queries may see taken out of k and v."""
+def tile(p: Problem, piece: Piece, masks: dict[tuple[int, ...], Tensor], flash: bool) -> Tile:
+    """Cut a piece out, with its mask, and with the keys that none of its queries may see taken out of k and v.
+
+    flash: for the fused kernel, which has a flag for a diagonal.
+    """
     q, k, v = p.cut(piece)
-    if piece.kind == "full":
+    if piece.kind == "full" or (flash and _flagged(p, piece)):
         return Tile(q, k, v, None, piece)
     see, (i0, i1), (j0, j1) = replace(p.see, bias=None), piece.q, piece.k
     bias = bias_of(p, piece)
@@ -85,14 +88,14 @@ def additive(p: Problem, t: Tile) -> Tensor | None:
     return None if term is None else term.expand(*term.shape[:2], t.q.shape[2], t.k.shape[2])
 
 
-def _flagged(p: Problem, t: Tile) -> bool:
+def _flagged(p: Problem, piece: Piece) -> bool:
     """Whether the kernel's causal flag says it. The kernel scales its fill of -inf too: NaN for scale 0, inf below."""
-    return t.piece.kind == "diagonal" and p.scale > 0
+    return piece.kind == "diagonal" and p.scale > 0
 
 
 def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece by the fused kernel, which reports lse 0 for a row without keys: -inf here."""
-    if _flagged(p, t):
+    if _flagged(p, t.piece):
         return _FLASH(t.q, t.k, t.v, 0.0, True, scale=p.scale)
     term = additive(p, t)
     out, lse = _FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=term, scale=p.scale)
@@ -103,7 +106,7 @@ def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
 
 def flash_backward(p: Problem, t: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a piece's q, k, v; lse is that of the whole row, finite."""
-    causal = _flagged(p, t)
+    causal = _flagged(p, t.piece)
     term = None if causal else additive(p, t)
     return _FLASH_BACKWARD(grad, t.q, t.k, t.v, out, lse, 0.0, causal, attn_mask=term, scale=p.scale)
 

@@ -1,61 +1,71 @@
-"""Attention in JAX, raced: every kernel of backend_jax beside jax.nn.dot_product_attention and a plain einsum.
+"""JAX attention alone: `kernel="auto"` against jax.nn.dot_product_attention and a plain einsum.
 
-    python -m conformance.race.attention_jax [case] [longest T]
+    python -m conformance.race.attention_jax [lengths ...] [--case TEXT] [--json FILE]
 
-Forward, and forward with backward. Contestants take turns; medians of their times, as a ratio to the best of the
-row. Figures of one machine mean nothing on another, the ratios often do.
+Each contestant is one compiled program, forward or loss and gradients. `jax.nn` is handed its own layout as it likes
+it: the transposes count, for its users have them too where heads stand before the length.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import sys
-import time
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-LENGTHS = (128, 512, 2048, 8192)
+from .alone import HEADS, MODES, OURS, SIZE, Row, command, run, take_turns
+
+WINDOW = 256
 # einsum and jax.nn hold all scores: above this length they would need gigabytes.
 QUADRATIC = 4096
-# One turn lasts about this long, so that the short cases are timed over many calls.
-SECONDS = 0.1
-TURNS = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: sizes and what attention is asked."""
+    """What attention is asked, by length: fixed arguments and arrays. learned: arrays with a gradient."""
 
-    name: str
-    T: int
-    heads: int = 8
-    groups: int = 8
-    size: int = 64
-    arguments: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    arrays: Callable[[int], dict[str, np.ndarray]] = lambda length: {}
+    learned: tuple[str, ...] = ()
+    kv_heads: int = HEADS
+    queries: int | None = None
+    shortest: int = 1
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return MODES if self.queries is None else MODES[:1]
 
 
-def cases() -> list[Case]:
-    """B 1, H 8, D 64, float32: each restriction at each length."""
-    found = []
-    for T in LENGTHS:
-        lengths = np.array([T * 3 // 4], np.int32)
-        found += [
-            Case("full", T),
-            Case("causal", T, arguments={"causal": True}),
-            Case("padding", T, arguments={"kv_lengths": lengths}),
-            Case("grouped 8:2", T, groups=2, arguments={"causal": True}),
-            Case("window 256", T, arguments={"causal": True, "window": (256, 0)}),
-            Case("softcap", T, arguments={"causal": True, "softcap": 30.0}),
-            Case("sinks", T, arguments={"causal": True, "sinks": np.zeros(8, np.float32)}),
-        ]
-        if T <= QUADRATIC:
-            bias = np.random.default_rng(1).standard_normal((8, T, T), dtype=np.float32)[None]
-            found.append(Case("bias", T, arguments={"bias": bias}))
-    return found
+def _kept(length: int) -> np.ndarray:
+    return np.arange(length)[None, None, None] < length * 3 // 4
+
+
+def _bias(length: int) -> dict[str, np.ndarray]:
+    return {"bias": np.random.default_rng(1).standard_normal((1, HEADS, length, length), dtype=np.float32)}
+
+
+def _lengths(length: int) -> dict[str, np.ndarray]:
+    return {"kv_lengths": np.array([length * 3 // 4], np.int32)}
+
+
+CASES = {
+    "full": Case(),
+    "causal": Case({"causal": True}),
+    "causal, grouped 8:2": Case({"causal": True}, kv_heads=2),
+    "padding mask": Case(arrays=lambda n: {"mask": _kept(n)}),
+    "kv_lengths": Case(arrays=_lengths),
+    "bias": Case(arrays=_bias),
+    "learned bias": Case(arrays=_bias, learned=("bias",)),
+    f"window {WINDOW}": Case({"causal": True, "window": (WINDOW, 0)}),
+    "soft cap, causal": Case({"causal": True, "softcap": 30.0}),
+    "sinks, causal": Case({"causal": True}, lambda n: {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}),
+    "decode": Case(queries=1, shortest=256),
+    "decode, grouped 8:2": Case(kv_heads=2, queries=1, shortest=256),
+}
 
 
 def einsum(q: Any, k: Any, v: Any, *, causal: bool = False, softcap: float | None = None, **more: Any) -> Any:
@@ -72,14 +82,17 @@ def einsum(q: Any, k: Any, v: Any, *, causal: bool = False, softcap: float | Non
     if "bias" in more:
         s = s + more["bias"]
     i, j = jnp.arange(T)[:, None], jnp.arange(S)
-    seen = jnp.ones((T, S), bool)
+    seen = []
     if causal:
-        seen = seen & (j <= i)
+        seen.append(j <= i)
     if "window" in more:
-        seen = seen & (j >= i - more["window"][0])
+        seen.append(j >= i - more["window"][0])
     if "kv_lengths" in more:
-        seen = seen & (j < more["kv_lengths"][:, None, None, None])
-    s = jnp.where(seen, s, -1e30)
+        seen.append(j < more["kv_lengths"][:, None, None, None])
+    if "mask" in more:
+        seen.append(more["mask"])
+    for shown in seen:
+        s = jnp.where(shown, s, -1e30)
     if "sinks" in more:
         s = jnp.concatenate([s, jnp.broadcast_to(more["sinks"][:, None, None], (B, H, T, 1))], -1)
     p = jax.nn.softmax(s, -1)[..., :S].reshape(B, G, H // G, T, S)
@@ -87,98 +100,94 @@ def einsum(q: Any, k: Any, v: Any, *, causal: bool = False, softcap: float | Non
 
 
 def library(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, kv_lengths: Any = None, bias: Any = None
-) -> Any:
-    """jax.nn.dot_product_attention, handed its own layout as it likes it: the transposes count, for its users have them
-    too where heads stand before the length."""
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, kv_lengths: Any = None, bias: Any = None,
+    mask: Any = None,
+) -> Any:  # fmt: skip
+    """jax.nn.dot_product_attention on (B, H, T, D)."""
     import jax
     import jax.numpy as jnp
 
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
-        q, k, v, is_causal=causal, local_window_size=window, bias=bias, key_value_seq_lengths=kv_lengths
+        q, k, v, is_causal=causal, local_window_size=window, bias=bias, mask=mask, key_value_seq_lengths=kv_lengths
     )
     return jnp.swapaxes(out, 1, 2)
 
 
 def contestants(case: Case) -> dict[str, Callable[..., Any]]:
-    """Name -> function of (q, k, v, arrays). The first, "auto", is what is judged."""
+    """Name -> function of (q, k, v, ...); ours first."""
     import backend_jax
 
-    def ours(kernel: str) -> Callable[..., Any]:
-        return lambda q, k, v, **more: backend_jax.attention(q, k, v, **more, kernel=kernel)
-
-    found = {name: ours(name) for name in ("auto", "blockwise", "dense")}
-    found["einsum"] = einsum
-    if not case.arguments.keys() & {"softcap", "sinks"}:
+    found = {OURS: backend_jax.attention, "einsum": einsum}
+    if "softcap" not in case.fixed and "sinks" not in case.arrays(1):
         found["jax.nn"] = library
-    if case.T > QUADRATIC:
-        found = {name: f for name, f in found.items() if name in ("auto", "blockwise")}
     return found
 
 
-def _prepared(case: Case, f: Callable[..., Any], backward: bool) -> Callable[[], Any]:
+def chosen(lengths: list[int], texts: list[str] | None) -> list[tuple[str, int, str]]:
+    """(case, length, mode) of what is asked."""
+    return [
+        (name, length, mode)
+        for length in lengths
+        for name, case in CASES.items()
+        if case.shortest <= length <= QUADRATIC and (not texts or any(text in name for text in texts))
+        for mode in case.modes
+    ]
+
+
+def _program(f: Callable[..., Any], case: Case, mode: str, arrays: dict[str, Any], w: Any) -> Callable[..., Any]:
+    """One compiled program of (q, k, v) and the arrays that have a gradient."""
+    import jax
+
+    def out(q: Any, k: Any, v: Any, learned: dict[str, Any]) -> Any:
+        return f(q, k, v, **(arrays | learned), **case.fixed)
+
+    if mode == "forward":
+        return jax.jit(out)
+    return jax.jit(jax.value_and_grad(lambda *leaves: (out(*leaves) * w).sum(), argnums=(0, 1, 2, 3)))
+
+
+def measure(name: str, length: int, mode: str, seconds: float) -> Row:
+    """Time one case, after the results have been seen to agree."""
     import jax
     import jax.numpy as jnp
 
-    rng = np.random.default_rng(0)
-    shapes = [(1, heads, case.T, case.size) for heads in (case.heads, case.groups, case.groups)]
-    q, k, v = (jnp.asarray(rng.standard_normal(shape, dtype=np.float32)) for shape in shapes)
-    arrays = {name: jnp.asarray(x) for name, x in case.arguments.items() if isinstance(x, np.ndarray)}
-    rest = {name: x for name, x in case.arguments.items() if name not in arrays}
-    w = jnp.asarray(rng.standard_normal(shapes[0], dtype=np.float32))
-
-    def loss(q: Any, k: Any, v: Any, floats: dict[str, Any]) -> Any:
-        return (f(q, k, v, **(arrays | floats), **rest) * w).sum()
-
-    floats = {name: x for name, x in arrays.items() if x.dtype == jnp.float32}
-    if backward:
-        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
-    else:
-        run = jax.jit(lambda q, k, v, floats: f(q, k, v, **(arrays | floats), **rest))
-    return lambda: jax.block_until_ready(run(q, k, v, floats))
-
-
-def measure(case: Case, backward: bool) -> dict[str, float]:
-    """Seconds per call of each contestant: median over turns, taken in alternation."""
-    calls = {name: _prepared(case, f, backward) for name, f in contestants(case).items()}
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        started = time.perf_counter()
-        call()
-        repeats[name] = max(1, int(SECONDS / (time.perf_counter() - started)))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(TURNS):
-        order = list(calls) if turn % 2 == 0 else list(calls)[::-1]
-        for name in order:
-            started = time.perf_counter()
-            for _ in range(repeats[name]):
-                calls[name]()
-            times[name].append((time.perf_counter() - started) / repeats[name])
-    return {name: statistics.median(found) for name, found in times.items()}
+    case, rng = CASES[name], np.random.default_rng(0)
+    sizes = [(case.queries or length, HEADS), (length, case.kv_heads), (length, case.kv_heads)]
+    leaves = [jnp.asarray(rng.standard_normal((1, heads, n, SIZE), dtype=np.float32)) for n, heads in sizes]
+    w = jnp.asarray(rng.standard_normal(leaves[0].shape, dtype=np.float32))
+    arrays = {key: jnp.asarray(x) for key, x in case.arrays(length).items()}
+    learned = {key: arrays.pop(key) for key in case.learned}
+    programs = {way: _program(f, case, mode, arrays, w) for way, f in contestants(case).items()}
+    expected = jax.tree.leaves(programs[OURS](*leaves, learned))
+    for way, program in programs.items():
+        for mine, theirs in zip(expected, jax.tree.leaves(program(*leaves, learned)), strict=True):
+            off = float(jnp.abs(mine - theirs).max() / jnp.maximum(1.0, jnp.abs(mine).max()))
+            if not off <= 1e-4:
+                raise ValueError(f"{name}: {way} is off by {off:.2g}, so it is not the same work")
+    calls = {way: partial(_finish, program, *leaves, learned) for way, program in programs.items()}
+    medians, turns = take_turns(calls, seconds)
+    return Row(name, length, mode, medians, turns)
 
 
-def rows(chosen: str = "", longest: int = LENGTHS[-1]) -> Iterator[tuple[Case, bool, dict[str, float]]]:
+def _finish(program: Callable[..., Any], *arguments: Any) -> Any:
+    import jax
+
+    return jax.block_until_ready(program(*arguments))
+
+
+def rows(asked: Any) -> Iterator[Row]:
     """Measurements, as they are made."""
-    for case in cases():
-        if chosen not in case.name or longest < case.T:
-            continue
-        for backward in (False, True):
-            yield case, backward, measure(case, backward)
+    for name, length, mode in chosen(asked.lengths, asked.case):
+        yield measure(name, length, mode, asked.seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table of ratios."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    chosen = arguments[0] if arguments else ""
-    longest = int(arguments[1]) if len(arguments) > 1 else LENGTHS[-1]
-    for case, backward, found in rows(chosen, longest):
-        best = min(found.values())
-        ratios = "  ".join(f"{name} {seconds / best:.2f}" for name, seconds in found.items())
-        kind = "forward + backward" if backward else "forward"
-        print(f"{case.name:12} T {case.T:5} {kind:18} best {best * 1e3:9.3f} ms  {ratios}", flush=True)
-    return 0
+    asked = command(__doc__, "attention_jax", CASES, arguments)
+    if asked.threads == 1:  # before JAX is imported; with more it takes what the process may use
+        os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    return run(rows(asked), len(chosen(asked.lengths, asked.case)), asked, "JAX")
 
 
 if __name__ == "__main__":

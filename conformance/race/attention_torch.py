@@ -1,161 +1,205 @@
 """Torch attention alone: `kernel="auto"` against the fastest that stock torch offers for the same meaning.
 
-Run as `python -m conformance.race.attention_torch [length] [rounds]`. Contestants of a case take turns, so a machine's
-moods meet all of them; the figure is the ratio of medians. Results are compared before the clock runs.
+    python -m conformance.race.attention_torch [lengths ...] [--case TEXT] [--json FILE]
+
+Against `F.scaled_dot_product_attention` where it has the arguments, and against the formula written out as a user
+would write it, with masks and tables made once, outside of the clock.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-Q = (1, 8, 64)  # batch, heads, head size
+from .alone import HEADS, MODES, OURS, SIZE, Row, command, run, take_turns
+
+WINDOW = 256
 
 
 @dataclass(frozen=True)
 class Case:
-    """One meaning: our call, and stock torch's ways to say it, each from (q, k, v) to out."""
+    """One meaning: arguments of `attention`, and stock torch's ways to say it, each from (q, k, v) to out.
 
-    name: str
-    kv_heads: int
-    ours: Callable[..., Any]
-    stock: dict[str, Callable[..., Any]]
+    make: length -> (arguments, ways). queries: None for as many as keys. decode has no backward pass worth a figure.
+    """
+
+    make: Callable[[int], tuple[dict[str, Any], dict[str, Callable[..., Any]]]]
+    kv_heads: int = HEADS
+    queries: int | None = None
+    shortest: int = 1
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return MODES if self.queries is None else MODES[:1]
 
 
-def cases(length: int) -> list[Case]:
-    """The cases at one length; scores are written out where stock torch has no other way."""
+def _sdpa(**arguments: Any) -> Callable[..., Any]:
+    import torch.nn.functional as F
+
+    return partial(F.scaled_dot_product_attention, **arguments)
+
+
+def _random(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def _future(length: int) -> Any:
+    """0 up to the query's own place, -inf after it."""
+    import torch
+
+    return torch.zeros(length, length).masked_fill_(~torch.ones(length, length, dtype=torch.bool).tril_(), -math.inf)
+
+
+def _kept(length: int) -> Any:
+    """The padding mask of three quarters of the keys."""
+    import torch
+
+    return (torch.arange(length) < length * 3 // 4)[None, None, None]
+
+
+def _lengths(length: int) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    import torch
+
+    return {"kv_lengths": torch.tensor([length * 3 // 4])}, {"sdpa": _sdpa(attn_mask=_kept(length))}
+
+
+def _window(length: int) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    import torch
+
+    at = torch.arange(length)
+    band = (at <= at[:, None]) & (at >= at[:, None] - WINDOW)
+    return {"window": (WINDOW, 0)}, {"sdpa": _sdpa(attn_mask=band)}
+
+
+def _bias(length: int) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    bias = _random(1, HEADS, length, length)
+    return {"bias": bias}, {"sdpa": _sdpa(attn_mask=bias)}
+
+
+def _learned(length: int) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    import torch
+
+    bias = _random(1, HEADS, length, length).requires_grad_()
+
+    def written(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(torch.baddbmm(bias[0], q[0], k[0].mT, alpha=1 / math.sqrt(SIZE)), -1) @ v
+
+    return {"bias": bias}, {"sdpa": _sdpa(attn_mask=bias), "written": written}
+
+
+def _capped(length: int) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    import torch
+
+    future = _future(length)
+
+    def written(q: Any, k: Any, v: Any) -> Any:
+        scores = 30.0 * torch.tanh((q @ k.mT) / math.sqrt(SIZE) / 30.0)
+        return torch.softmax(scores + future, -1) @ v
+
+    return {"causal": True, "softcap": 30.0}, {"written": written}
+
+
+def _sinks(length: int) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     import torch
     import torch.nn.functional as F
 
-    from backend_torch.attention import attention
+    future, sinks = _future(length), _random(HEADS)
 
-    _, H, D = Q
-    generator = torch.Generator().manual_seed(0)
-    sdpa = F.scaled_dot_product_attention
-    at = torch.arange(length)
-    padding = (at < length * 3 // 4)[None, None, None]
-    lengths = torch.tensor([length * 3 // 4])
-    band = (at <= at[:, None]) & (at >= at[:, None] - 256)
-    bias = torch.randn(1, H, length, length, generator=generator)
-    learned = bias.clone().requires_grad_()
-    sinks = torch.randn(H, generator=generator)
-    future = torch.zeros(length, length).masked_fill_(at > at[:, None], -math.inf)
-
-    def capped(q, k, v):
-        scores = 30.0 * torch.tanh((q @ k.mT) / math.sqrt(D) / 30.0)
-        return torch.softmax(scores + future, -1) @ v
-
-    def sunk(q, k, v):
+    def sdpa(q: Any, k: Any, v: Any) -> Any:
         # A key of zeros whose bias is the sink and whose value is zero: stock torch's fused way to say a sink.
-        extra = F.pad(future[None, None].expand(1, H, -1, -1), (0, 1))
+        extra = F.pad(future[None, None].expand(1, HEADS, -1, -1), (0, 1))
         extra[..., -1] = sinks[:, None]
-        return sdpa(q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), attn_mask=extra)
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=extra)
 
-    def written_bias(q, k, v):
-        return torch.softmax(torch.baddbmm(learned[0], q[0], k[0].mT, alpha=1 / math.sqrt(D)), -1) @ v
+    def written(q: Any, k: Any, v: Any) -> Any:
+        scores = (q @ k.mT) / math.sqrt(SIZE) + future
+        scores = torch.cat([scores, sinks[:, None, None].expand(1, HEADS, length, 1)], -1)
+        return torch.softmax(scores, -1)[..., :-1] @ v
 
+    return {"causal": True, "sinks": sinks}, {"sdpa": sdpa, "written": written}
+
+
+CASES = {
+    "full": Case(lambda n: ({}, {"sdpa": _sdpa()})),
+    "causal": Case(lambda n: ({"causal": True}, {"sdpa": _sdpa(is_causal=True)})),
+    "causal, grouped 8:2": Case(lambda n: ({"causal": True}, {"sdpa": _sdpa(is_causal=True, enable_gqa=True)}), 2),
+    "padding mask": Case(lambda n: ({"mask": _kept(n)}, {"sdpa": _sdpa(attn_mask=_kept(n))})),
+    "kv_lengths": Case(_lengths),
+    "bias": Case(_bias),
+    "learned bias": Case(_learned),
+    f"window {WINDOW}": Case(_window),
+    "soft cap, causal": Case(_capped),
+    "sinks, causal": Case(_sinks),
+    "decode": Case(lambda n: ({}, {"sdpa": _sdpa()}), queries=1, shortest=256),
+    "decode, grouped 8:2": Case(lambda n: ({}, {"sdpa": _sdpa(enable_gqa=True)}), 2, queries=1, shortest=256),
+}
+
+
+def chosen(lengths: list[int], texts: list[str] | None) -> list[tuple[str, int, str]]:
+    """(case, length, mode) of what is asked."""
     return [
-        Case("full", H, lambda q, k, v: attention(q, k, v), {"sdpa": sdpa}),
-        Case(
-            "causal",
-            H,
-            lambda q, k, v: attention(q, k, v, causal=True),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, is_causal=True)},
-        ),
-        Case(
-            "grouped causal",
-            2,
-            lambda q, k, v: attention(q, k, v, causal=True),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True)},
-        ),
-        Case(
-            "padding mask",
-            H,
-            lambda q, k, v: attention(q, k, v, mask=padding),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=padding)},
-        ),
-        Case(
-            "key lengths",
-            H,
-            lambda q, k, v: attention(q, k, v, kv_lengths=lengths),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=padding)},
-        ),
-        Case(
-            "bias",
-            H,
-            lambda q, k, v: attention(q, k, v, bias=bias),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=bias)},
-        ),
-        Case(
-            "learned bias",
-            H,
-            lambda q, k, v: attention(q, k, v, bias=learned),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=learned), "written out": written_bias},
-        ),
-        Case(
-            "window 256",
-            H,
-            lambda q, k, v: attention(q, k, v, window=(256, 0)),
-            {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=band)},
-        ),
-        Case(
-            "soft cap causal", H, lambda q, k, v: attention(q, k, v, causal=True, softcap=30.0), {"written out": capped}
-        ),
-        Case("sinks causal", H, lambda q, k, v: attention(q, k, v, causal=True, sinks=sinks), {"sdpa": sunk}),
+        (name, length, mode)
+        for length in lengths
+        for name, case in CASES.items()
+        if length >= case.shortest and (not texts or any(text in name for text in texts))
+        for mode in case.modes
     ]
 
 
-def measure(length: int, rounds: int) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """(case, "forward" or "both", contestant -> median seconds), after the results have been seen to agree."""
+def measure(name: str, length: int, mode: str, seconds: float) -> Row:
+    """Time one case, after the results have been seen to agree."""
     import torch
 
-    B, H, D = Q
+    from backend_torch import attention
+
+    case = CASES[name]
+    arguments, stock = case.make(length)
     generator = torch.Generator().manual_seed(1)
-    for case in cases(length):
-        q, upstream = (torch.randn(B, H, length, D, generator=generator) for _ in range(2))
-        k, v = (torch.randn(B, case.kv_heads, length, D, generator=generator) for _ in range(2))
-        ways = {"ours": case.ours} | case.stock
-        for name, way in ways.items():
-            off = (way(q, k, v) - case.ours(q, k, v)).abs().max().item()
+    queries = case.queries or length
+    q, upstream = (torch.randn(1, HEADS, queries, SIZE, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, case.kv_heads, length, SIZE, generator=generator) for _ in range(2))
+    ways = {OURS: partial(attention, **arguments)} | stock
+    with torch.no_grad():
+        expected = ways[OURS](q, k, v)
+        for way, compute in stock.items():
+            off = (compute(q, k, v) - expected).abs().max().item()
             if not off <= 1e-4:
-                raise ValueError(f"{case.name}: {name} is off by {off:.2g}, so it is not the same work")
-        for mode in ("forward", "both"):
-            leaves = [x.requires_grad_(mode == "both") for x in (q, k, v)]
+                raise ValueError(f"{name}: {way} is off by {off:.2g}, so it is not the same work")
+    leaves = [x.requires_grad_(mode == "both") for x in (q, k, v)]
+    learned = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
-            def run(way, leaves=leaves, mode=mode, upstream=upstream):
-                if mode == "forward":
-                    with torch.no_grad():
-                        way(*leaves)
-                    return
-                for x in leaves:
-                    x.grad = None
-                way(*leaves).backward(upstream)
+    def turn(way: Callable[..., Any]) -> None:
+        if mode == "forward":
+            with torch.no_grad():
+                way(*leaves)
+            return
+        for x in (*leaves, *learned):
+            x.grad = None
+        way(*leaves).backward(upstream)
 
-            times: dict[str, list[float]] = {name: [] for name in ways}
-            for turn in range(rounds + 1):
-                for name, way in ways.items():
-                    start = time.perf_counter()
-                    run(way)
-                    if turn:  # the first is the warm-up
-                        times[name].append(time.perf_counter() - start)
-            yield case.name, mode, {name: statistics.median(x) for name, x in times.items()}
+    medians, turns = take_turns({way: partial(turn, compute) for way, compute in ways.items()}, seconds)
+    return Row(name, length, mode, medians, turns)
+
+
+def rows(asked: Any) -> Iterator[Row]:
+    """Measurements, as they are made."""
+    import torch
+
+    torch.set_num_threads(asked.threads)
+    for name, length, mode in chosen(asked.lengths, asked.case):
+        yield measure(name, length, mode, asked.seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a table: our median, each stock way's, and the ratio of ours to the best of them."""
-    words = sys.argv[1:] if arguments is None else arguments
-    length, rounds = (int(words[0]) if words else 2048), (int(words[1]) if len(words) > 1 else 7)
-    print(f"length {length}, batch, heads, size {Q}, float32, median of {rounds} turns")
-    for name, mode, medians in measure(length, rounds):
-        best = min(value for way, value in medians.items() if way != "ours")
-        spelled = "  ".join(f"{way} {value * 1e3:8.2f} ms" for way, value in medians.items())
-        print(f"{name:16s} {mode:8s} ratio {medians['ours'] / best:5.2f}   {spelled}")
-    return 0
+    """Print the table of ratios."""
+    asked = command(__doc__, "attention_torch", CASES, arguments)
+    return run(rows(asked), len(chosen(asked.lengths, asked.case)), asked, "torch")
 
 
 if __name__ == "__main__":

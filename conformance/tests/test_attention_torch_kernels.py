@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from typing import Any
@@ -33,6 +34,9 @@ def _qkv(B=2, H=4, G=2, T=5, S=7, D=6, Dv=6, dtype=torch.float64, seed=0):
     shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, Dv))
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
+
+# The keyword arguments of `attention` in their order.
+DEFAULTS = {name: p.default for name, p in inspect.signature(attention).parameters.items() if name not in "qkv"}
 
 # --- refusals ---
 
@@ -79,11 +83,13 @@ def test_the_choice_skips_what_a_narrow_band_leaves_out():
     q, k, v = _qkv(B=1, T=2048, S=2048, D=2, Dv=2)
     assert "sdpa is chosen" in explain_kernel(q, k, v, causal=True)
     assert "blockwise is chosen" in explain_kernel(q, k, v, window=(256, 0))
-    assert "blockwise is chosen" in explain_kernel(q, k, v, kv_lengths=torch.tensor([5]))
+    assert "sdpa is chosen" in explain_kernel(q, k, v, kv_lengths=torch.tensor([5]))  # one length: cut off
+    q, k, v = _qkv(B=2, T=2048, S=2048, D=2, Dv=2)
+    assert "blockwise is chosen" in explain_kernel(q, k, v, kv_lengths=torch.tensor([5, 9]))
 
 
-def test_a_learned_bias_is_torchs_own_where_scores_are_few_and_ours_where_they_would_fill_memory():
-    for length, chosen in ((64, "sdpa"), (2048, "blockwise")):
+def test_a_learned_bias_takes_the_formula_where_scores_are_few_and_ours_where_they_would_fill_memory():
+    for length, chosen in ((64, "dense"), (2048, "blockwise")):
         q, k, v = _qkv(B=1, T=length, S=length, D=2, Dv=2)
         bias = torch.zeros(length, length, requires_grad=True)
         assert f"{chosen} is chosen" in explain_kernel(q, k, v, bias=bias)
@@ -92,7 +98,7 @@ def test_a_learned_bias_is_torchs_own_where_scores_are_few_and_ours_where_they_w
 def test_flex_conditions_mean_what_the_formula_means():
     from torch.nn.attention.flex_attention import flex_attention
 
-    from backend_torch.attention import _call
+    from backend_torch.attention import _asked
     from backend_torch.flex import flex
 
     torch._dynamo.reset()
@@ -104,9 +110,8 @@ def test_flex_conditions_mean_what_the_formula_means():
         {"kv_lengths": torch.tensor([3, 7])},
         {"q_segments": ids[:, 1:6], "kv_segments": ids},
     ):
-        absent = ("mask", "bias", "window", "q_offset", "kv_lengths", "q_segments", "kv_segments", "sinks", "scale")
-        full = dict.fromkeys((*absent, "softcap")) | {"causal": False} | keywords
-        call = _call(q, k, v, True, **full, dropout_rate=0.0, dropout_key=None, kernel="auto")
+        options = tuple((DEFAULTS | keywords).values())
+        call, _ = _asked(q, k, v, True, options)
         with warnings.catch_warnings():  # not compiled, FlexAttention runs as written, and warns once that it is slow
             warnings.filterwarnings("ignore", message=".*flex_attention.*")
             out, lse = flex(call, flex_attention)

@@ -93,18 +93,19 @@ def attention_plan(
     if mask is not None:
         check_mask(mask, shape)
     if bias is not None:
-        check_bias(bias, shape, values)
+        _check_bias_form(bias, shape)
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal must be True or False; got {came(causal)}")
     window = check_window(window)
     offset = _check_offset(q_offset, bool(causal) or window is not None, T, S, batch, values)
     if kv_lengths is not None:
-        _check_lengths(kv_lengths, batch, S, values)
+        require_integer("kv_lengths", kv_lengths)
+        require_shape("kv_lengths", kv_lengths, batch, "(one per batch element)")
     _check_segments(q_segments, kv_segments, batch, T, S)
     if sinks is not None:
         require_float("sinks", sinks)
         require_shape("sinks", sinks, (H,) if has_heads else (), "(one logit per query head)")
-        _refuse_nan("sinks", sinks, values)
+    check_attention_values(S, bias=bias, kv_lengths=kv_lengths, sinks=sinks, values=values)
     return AttentionPlan(
         batch=batch,
         has_heads=has_heads,
@@ -122,6 +123,19 @@ def attention_plan(
         q_offset=offset,
         dropout_rate=check_dropout(dropout_rate, dropout_key),
     )
+
+
+def check_attention_values(S: int, *, bias: Any, kv_lengths: Any, sinks: Any, values: Values) -> None:
+    """What a call of known form must still be asked: lengths from 0 to S, no NaN in bias or sinks.
+
+    All else that `attention_plan` refuses follows from types, shapes, dtypes and numbers.
+    """
+    if bias is not None:
+        _refuse_nan("bias", bias, values)
+    if kv_lengths is not None:
+        _check_lengths(kv_lengths, S, values)
+    if sinks is not None:
+        _refuse_nan("sinks", sinks, values)
 
 
 def _sizes(q: Any, k: Any, v: Any | None) -> tuple[tuple[int, ...], bool, int, int, int, int, int, int]:
@@ -178,14 +192,18 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_bias(bias: Any, shape: tuple[int, ...], values: Values) -> None:
-    """A floating bias of rank 2 or of the full rank of the scores' `shape`, each axis its size or 1."""
+    """A floating bias of rank 2 or of the full rank of the scores' `shape`, each axis its size or 1, without NaN."""
+    _check_bias_form(bias, shape)
+    _refuse_nan("bias", bias, values)
+
+
+def _check_bias_form(bias: Any, shape: tuple[int, ...]) -> None:
     require_array("bias", bias)
     if dtype_name(bias) not in FLOATS:
         raise TypeError(
             f"bias must be floating, it is added to the scores; got {came(bias)}. A boolean mask goes in mask="
         )
     _check_broadcast("bias", bias, shape)
-    _refuse_nan("bias", bias, values)
 
 
 def _check_broadcast(name: str, x: Any, shape: tuple[int, ...]) -> None:
@@ -240,9 +258,7 @@ def _as_int(x: Any, values: Values) -> int | None:
     return None if read is None else int(read)
 
 
-def _check_lengths(kv_lengths: Any, batch: tuple[int, ...], S: int, values: Values) -> None:
-    require_integer("kv_lengths", kv_lengths)
-    require_shape("kv_lengths", kv_lengths, batch, "(one per batch element)")
+def _check_lengths(kv_lengths: Any, S: int, values: Values) -> None:
     read = values(kv_lengths)
     if read is not None and read.size and (read.min() < 0 or read.max() > S):
         raise ValueError(
@@ -268,7 +284,7 @@ def _refuse_nan(name: str, x: Any, values: Values) -> None:
     if math.prod(x.shape) > 4096:
         return
     read = values(x)
-    if read is not None and np.isnan(np.asarray(read, dtype=np.float64)).any():
+    if read is not None and np.isnan(read).any():
         raise ValueError(f"{name} must not hold NaN; got {came(x)} with NaN in it")
 
 

@@ -1,0 +1,111 @@
+"""Attention alone, timed: turns, medians, the table and its file. attention_torch and attention_jax say what is timed.
+
+A figure is the ratio of our median to the smallest of the others' medians: below 1 ours is faster. Contestants of a
+case take turns, so a machine's moods meet all of them, and their results are compared before the clock runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .machine import environment
+
+LENGTHS = (64, 256, 1024, 2048)
+# What every case has: one row, eight heads of 64, float32; "both" is forward and backward.
+HEADS, SIZE, MODES = 8, 64, ("forward", "both")
+OURS = "ours"
+FEWEST_TURNS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case at one length in one mode: contestant -> median seconds."""
+
+    case: str
+    length: int
+    mode: str
+    seconds: dict[str, float]
+    turns: int
+
+    @property
+    def rival(self) -> str:
+        """The fastest of the others."""
+        return min((name for name in self.seconds if name != OURS), key=self.seconds.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds[OURS] / self.seconds[self.rival]
+
+
+def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
+    """Median seconds of each call and the number of turns, for about so long; who begins changes with every turn."""
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, end, turns = list(calls), time.perf_counter() + seconds, 0
+    while turns < FEWEST_TURNS or time.perf_counter() < end:
+        for name in order:
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - start)
+        order, turns = [*order[1:], order[0]], turns + 1
+    return {name: statistics.median(found) for name, found in times.items()}, turns
+
+
+def command(doc: str | None, prog: str, cases: Iterable[str], arguments: list[str] | None) -> argparse.Namespace:
+    """The command line that both commands have."""
+    parser = argparse.ArgumentParser(prog=f"python -m conformance.race.{prog}", description=(doc or "").split("\n")[0])
+    parser.add_argument("lengths", type=int, nargs="*", help=f"lengths ({' '.join(map(str, LENGTHS))})")
+    parser.add_argument("--case", action="append", metavar="TEXT", help=f"only cases with it: {', '.join(cases)}")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each case in each mode (2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every contestant (2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every contestant's figures too")
+    asked = parser.parse_args(arguments)
+    asked.lengths = asked.lengths or list(LENGTHS)
+    if min(asked.lengths) < 1 or asked.threads < 1 or not asked.seconds > 0:
+        parser.error("lengths and threads must be at least 1, seconds above 0")
+    return asked
+
+
+def run(rows: Iterator[Row], total: int, asked: argparse.Namespace, framework: str) -> int:
+    """Measure with a bar, print the table, write the file."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console()
+    found = list(track(rows, description=f"attention in {framework}", total=total, console=console, transient=True))
+    if not found:
+        console.print("no case has that in its name")
+        return 2
+    console.print(table(found, f"attention in {framework}, threads: {asked.threads}"))
+    if asked.json is not None:
+        document = {"environment": environment(asked.threads), "rows": [asdict(row) for row in found]}
+        asked.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def table(rows: list[Row], title: str) -> Any:
+    """A line per case, a column per length: ratio forward, ratio of both, and who the fastest others were."""
+    from rich.table import Table
+
+    lengths = sorted({row.length for row in rows})
+    shown = Table(title=title, caption="ours by the fastest of the others: forward, forward and backward")
+    shown.add_column("case")
+    for length in lengths:
+        shown.add_column(f"{length:,}", justify="right")
+    shown.add_column("against")
+    for case in dict.fromkeys(row.case for row in rows):
+        mine = [row for row in rows if row.case == case]
+        cells = [
+            ", ".join(f"{row.ratio:.2f}" for mode in MODES for row in mine if (row.length, row.mode) == (length, mode))
+            for length in lengths
+        ]
+        shown.add_row(case, *cells, ", ".join(dict.fromkeys(row.rival for row in mine)))
+    return shown
