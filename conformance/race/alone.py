@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Row:
         return self.seconds[OURS] / self.seconds[self.rival]
 
 
-def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
+def take_turns(calls: Mapping[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
     """Median seconds of each call and the number of turns, for about so long; who begins changes with every turn."""
     for call in calls.values():
         call()

@@ -118,7 +118,7 @@ def contestants(case: Case) -> dict[str, Callable[..., Any]]:
     """Name -> function of (q, k, v, ...); ours first."""
     import backend_jax
 
-    found = {OURS: backend_jax.attention, "einsum": einsum}
+    found: dict[str, Callable[..., Any]] = {OURS: backend_jax.attention, "einsum": einsum}
     if "softcap" not in case.fixed and "sinks" not in case.arrays(1):
         found["jax.nn"] = library
     return found

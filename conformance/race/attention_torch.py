@@ -164,7 +164,8 @@ def measure(name: str, length: int, mode: str, seconds: float) -> Row:
     queries = case.queries or length
     q, upstream = (torch.randn(1, HEADS, queries, SIZE, generator=generator) for _ in range(2))
     k, v = (torch.randn(1, case.kv_heads, length, SIZE, generator=generator) for _ in range(2))
-    ways = {OURS: partial(attention, **arguments)} | stock
+    ours: Callable[..., Any] = attention
+    ways = {OURS: partial(ours, **arguments)} | stock
     with torch.no_grad():
         expected = ways[OURS](q, k, v)
         for way, compute in stock.items():
