@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core_numpy.contract.checks.model import check_model_call, check_module, check_params, check_source
 from core_numpy.contract.config import BlockConfig, ModelConfig
+from core_numpy.contract.copies import Room, rounded_up
 from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
@@ -227,7 +228,11 @@ class Transformer(Stack):
         """
         source = Pretrained(folder)
         model = cls(source.config, dtype=dtype, device="meta")
-        model.to_empty(device=torch.get_default_device() if device is None else device)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type == "cpu":
+            _give_room(model)
+        else:
+            model.to_empty(device=device)
         with torch.no_grad():
             for name, p in named(model).items():
                 turn(model, name, p).copy_(borrow(source.read(name)))
@@ -341,6 +346,16 @@ class Transformer(Stack):
     def _reader(self) -> Stack:
         """The stack that reads the tokens: the decoder of a pair, or the model itself."""
         return self.decoder if self.config.kind == "encoder_decoder" else self
+
+
+def _give_room(model: Transformer) -> None:
+    """One piece of memory for all parameters, each with a storage of its own: `Room` says why."""
+    own = named(model)
+    room = Room(sum(rounded_up(p.nbytes) for p in own.values()))
+    for name, p in own.items():
+        owner, _, leaf = name.rpartition(".")
+        memory = torch.from_numpy(room.take((p.nbytes,), np.dtype(np.uint8)))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(memory.view(p.dtype).view(p.shape)))
 
 
 def pool(x: Tensor, how: str, kv_lengths: Tensor | None, segments: Tensor | None) -> Tensor:

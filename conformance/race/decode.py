@@ -1,6 +1,6 @@
 """Prefill and decode against `transformers`: the same weights, read from one folder, in the same process.
 
-Run as `python -m conformance.race.decode [--size small] [--prompt 128] [--new 64] [--rounds 7] [--json FILE]`.
+Run as `python -m conformance.race.decode [--size small] [--batch 1] [--prompt 128] [--new 64] [--json FILE]`.
 Contestants take turns in every round, after a warm-up in which texts and logits are shown to agree; a figure is the
 ratio of medians of the processor's time. One thread for all. Greedy; prefill gives the logits of every position,
 generate the prompt and the new tokens.
@@ -24,7 +24,7 @@ import numpy as np
 from .machine import environment
 
 # width, layers, heads, key/value heads, vocabulary of a Llama.
-SIZES = {"tiny": (64, 2, 4, 2, 256), "small": (256, 4, 8, 4, 1000), "medium": (768, 6, 12, 6, 8000)}
+SIZES = {"tiny": (64, 2, 4, 2, 256), "small": (256, 4, 8, 4, 1000), "medium": (512, 8, 8, 4, 4000)}
 Call = Callable[[], Any]
 
 
@@ -116,14 +116,14 @@ def take_turns(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def measure(size: str, prompt: int, new: int, rounds: int) -> list[dict[str, Any]]:
+def measure(size: str, batch: int, prompt: int, new: int, rounds: int) -> list[dict[str, Any]]:
     """One row per contestant and task; a contestant that does not agree is an error."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     home = home_model(size)
-    ids = np.random.default_rng(0).integers(0, SIZES[size][4], (1, prompt))
+    ids = np.random.default_rng(0).integers(0, SIZES[size][4], (batch, prompt))
     tasks: dict[str, dict[str, Call]] = transformers_calls(home, ids, new)
     with tempfile.TemporaryDirectory() as folder:
         home.save_pretrained(folder)
@@ -141,9 +141,9 @@ def measure(size: str, prompt: int, new: int, rounds: int) -> list[dict[str, Any
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}
         best = min(median for name, median in medians.items() if name.startswith("transformers"))
         for name, median in medians.items():
-            tokens = prompt if task == "prefill" else new
+            tokens = batch * (prompt if task == "prefill" else new)
             rows.append({
-                "size": size, "task": task, "contestant": name, "ms": median * 1e3,
+                "size": size, "batch": batch, "task": task, "contestant": name, "ms": median * 1e3,
                 "tokens_per_second": tokens / median, "ratio": median / best, "rounds": times[name],
             })  # fmt: skip
     return rows
@@ -154,6 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m conformance.race.decode", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--batch", type=int, default=1, help="texts at once (1)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (128)")
     parser.add_argument("--new", type=int, default=64, help="tokens to write (64)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (7)")
@@ -165,11 +166,11 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     torch.set_num_threads(1)
-    rows = measure(asked.size, asked.prompt, asked.new, asked.rounds)
+    rows = measure(asked.size, asked.batch, asked.prompt, asked.new, asked.rounds)
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{asked.size}: prompt {asked.prompt}, {asked.new} new tokens, one thread")
+    table = Table(title=f"{asked.size}: {asked.batch} of prompt {asked.prompt}, {asked.new} new tokens, one thread")
     for heading in ("task", "contestant", "ms", "tokens/s", "of transformers"):
         table.add_column(heading, justify="left" if heading in ("task", "contestant") else "right")
     for row in rows:

@@ -1,10 +1,12 @@
 """`from_pretrained` against `safetensors.torch.load_file` on the same file.
 
-Run as `python -m conformance.race.loading [--megabytes 200] [--rounds 7] [--json FILE]`. A GPT-2 (whose weights are
-stored transposed and fused) and a Llama of that size are written in float32; contestants take turns, the file is in the
-page cache. `load_file` maps the file and reads nothing, so it is followed by what gives a model its weights: the module
-of `transformers` made without initial values, and `load_state_dict`. Ours checks the header, every shape and every
-number for NaN besides. A figure is the ratio of medians to that.
+Run as `python -m conformance.race.loading [--megabytes 200] [--rounds 5] [--json FILE]`. A GPT-2 (whose weights are
+stored transposed and fused) and a Llama of that size are written in float32; the file is in the page cache. Each load
+is the first of a process of its own, after its imports and a small model's load, as a model is loaded in life: later
+ones get memory that the process already has ("again", the median of three in the same process). Contestants take turns.
+`load_file` maps the file and reads nothing, so it is followed by what gives a model its weights: the module of
+`transformers` made without initial values, and `load_state_dict`. Ours checks the header, every shape and every number
+for NaN besides. A figure is the ratio of medians, of the processor's time in one thread, to that.
 """
 
 from __future__ import annotations
@@ -13,14 +15,26 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from .decode import Call, take_turns
+from ..progress import Bar
+from .decode import Call
 from .machine import environment
+from .process import package_environment
 
 LAYERS = 4
+HOME = "load_file, module"
+CONTESTANTS = (HOME, "torch", "jax", "numpy")
+# Before a framework is imported: one thread.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+}  # fmt: skip
 
 
 def write_home(family: str, megabytes: int, folder: str) -> Any:
@@ -43,15 +57,30 @@ def write_home(family: str, megabytes: int, folder: str) -> Any:
     return config
 
 
-def contestants(config: Any, folder: str) -> dict[str, Call]:
-    import safetensors.torch
+def loader(name: str, folder: str) -> Call:
+    """What the contestant does, its imports done."""
+    if name == "jax":
+        import jax
+        from flax import nnx
+
+        import backend_jax
+
+        return lambda: jax.block_until_ready(nnx.state(backend_jax.Transformer.from_pretrained(folder)))
+    if name == "numpy":
+        import core_numpy
+
+        return lambda: core_numpy.Transformer.from_pretrained(folder)
     import torch
+
+    torch.set_num_threads(1)
+    if name == "torch":
+        import backend_torch
+
+        return lambda: backend_torch.Transformer.from_pretrained(folder)
+    import safetensors.torch
     import transformers
 
-    import backend_jax
-    import backend_torch
-    import core_numpy
-
+    config = transformers.AutoConfig.from_pretrained(folder)
     file = os.path.join(folder, "model.safetensors")
 
     def home() -> Any:
@@ -62,40 +91,54 @@ def contestants(config: Any, folder: str) -> dict[str, Call]:
         model.load_state_dict(safetensors.torch.load_file(file), strict=False)
         return model
 
-    def jax() -> Any:
-        import jax as framework
-        from flax import nnx
+    return home
 
-        model = backend_jax.Transformer.from_pretrained(folder)
-        return framework.block_until_ready(nnx.state(model))
 
-    return {
-        "load_file, module": home,
-        "torch": lambda: backend_torch.Transformer.from_pretrained(folder),
-        "jax": jax,
-        "numpy": lambda: core_numpy.Transformer.from_pretrained(folder),
-    }
+def load_once(name: str, small: str, folder: str) -> dict[str, Any]:
+    """Seconds of this process's first load of `folder`, and of three more."""
+    loader(name, small)()
+    call, seconds = loader(name, folder), []
+    for _ in range(4):
+        start = time.process_time()
+        model = call()
+        seconds.append(time.process_time() - start)
+        del model
+    return {"first": seconds[0], "again": seconds[1:]}
+
+
+def in_a_process(name: str, small: str, folder: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "conformance.race.loading", "--child", name, small, folder]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**package_environment(), **ONE_THREAD}
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(megabytes: int, rounds: int) -> list[dict[str, Any]]:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     rows = []
     for family in ("gpt2", "llama"):
-        with tempfile.TemporaryDirectory() as folder:
-            calls = contestants(write_home(family, megabytes, folder), folder)
+        with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as folder:
+            write_home(family, 1, small)
+            write_home(family, megabytes, folder)
             size = os.path.getsize(os.path.join(folder, "model.safetensors"))
-            for call in calls.values():
-                call()
-            times = take_turns(calls, rounds)
-        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-        for name, median in medians.items():
-            rows.append({
-                "family": family, "megabytes": size / 1e6, "contestant": name, "ms": median * 1e3,
-                "ratio": median / medians["load_file, module"], "rounds": times[name],
-            })  # fmt: skip
+            found = []
+            with Bar(rounds * len(CONTESTANTS)) as advance:
+                for name in CONTESTANTS * rounds:
+                    found.append((name, in_a_process(name, small, folder)))
+                    advance(f"{family}: {name}")
+        for kind in ("first", "again"):
+            times = {
+                name: [statistics.median(one[kind]) if kind == "again" else one[kind] for each, one in found
+                       if each == name]
+                for name in CONTESTANTS
+            }  # fmt: skip
+            home = statistics.median(times[HOME])
+            for name, seconds in times.items():
+                median = statistics.median(seconds)
+                rows.append({
+                    "family": family, "megabytes": size / 1e6, "load": kind, "contestant": name, "ms": median * 1e3,
+                    "ratio": median / home, "rounds": seconds,
+                })  # fmt: skip
     return rows
 
 
@@ -104,28 +147,29 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m conformance.race.loading", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--megabytes", type=int, default=200, help="size of the file (200)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (7)")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each contestant (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
+    if asked.child is not None:
+        print(json.dumps(load_once(*asked.child)))
+        return
     rows = measure(asked.megabytes, asked.rounds)
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title="loading a float32 file from the page cache, one thread")
-    for heading in ("family", "MB", "contestant", "ms", "of load_file, module"):
-        table.add_column(heading, justify="left" if heading in ("family", "contestant") else "right")
+    for heading in ("family", "MB", "load", "contestant", "ms", f"of {HOME}"):
+        table.add_column(heading, justify="right" if heading in ("MB", "ms", f"of {HOME}") else "left")
     for row in rows:
         table.add_row(
-            row["family"], f"{row['megabytes']:.0f}", row["contestant"], f"{row['ms']:.0f}", f"{row['ratio']:.2f}"
-        )
+            row["family"], f"{row['megabytes']:.0f}", row["load"], row["contestant"], f"{row['ms']:.0f}",
+            f"{row['ratio']:.2f}",
+        )  # fmt: skip
     Console().print(table)
     if asked.json is not None:
-        found = {"environment": environment(1), "rows": rows}
-        asked.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        written = {"environment": environment(1), "rows": rows}
+        asked.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""Copies of large arrays, as fast as memory allows: aligned, with large pages, transposed in blocks, in threads."""
+"""Copies of large arrays, as fast as memory allows: aligned, in large pages, transposed in blocks."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -52,11 +49,9 @@ def copied(x: np.ndarray, dtype: Any, *, order: str = "C", room: Room | None = N
         return copied(x.T, dtype, room=room).T
     out = (Room.of([x.shape], dtype) if room is None else room).take(x.shape, dtype)
     if turned:
-        _in_parts(lambda begin, end: _turn(x.T[begin:end], out[:, begin:end]), x.shape[1], x.nbytes)
-    elif x.ndim:
-        _in_parts(lambda begin, end: np.copyto(out[begin:end], x[begin:end], casting="unsafe"), len(x), x.nbytes)
+        _turn(x.T, out)
     else:
-        out[()] = x
+        np.copyto(out, x, casting="unsafe")
     return out
 
 
@@ -73,15 +68,3 @@ def _turn(x: np.ndarray, out: np.ndarray) -> None:
         near = buffer[: len(block), :width]
         np.copyto(near, block, casting="unsafe")
         out[:, begin : begin + rows] = near.T
-
-
-def _in_parts(work: Callable[[int, int], None], size: int, weight: int) -> None:
-    """work(begin, end) over 0 to size, in one thread for each 4 MB and processor: NumPy copies without its lock."""
-    count = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, weight >> 22)
-    if count < 2:
-        return work(0, size)
-    edges = [size * i // count for i in range(count + 1)]
-    with ThreadPoolExecutor(count) as pool:
-        for done in [pool.submit(work, begin, end) for begin, end in itertools.pairwise(edges)]:
-            done.result()
-    return None
