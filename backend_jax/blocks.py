@@ -22,7 +22,8 @@ Window = tuple[int | None, int | None]
 CACHED_SCORES = 1 << 18
 # Measured on x86-64: below 512 rows and columns the matrix products lose speed, above it the scores leave the cache.
 CHUNK = 512
-# Whole rows of scores need no running maximum; unrolled blocks of 256 rows then waste least of a causal triangle.
+# Whole rows of scores need no running maximum; unrolled blocks of 256 rows then waste least of a causal triangle, of
+# half as many where there are fewer than four such blocks.
 ROWS = 256
 ROWS_LONGEST = 2048
 # Unrolled blocks cost compile time, some tenths of a second each; a loop over them does not.
@@ -33,8 +34,13 @@ FEWEST_ROWS = 64
 SLAB_LONGEST = 1024
 # Up to this many pairs of a query and a key, weights are kept for the backward pass instead of made again: at most
 # 256 KiB a head in float32, what its queries, keys, values and outputs of size 64 take. Measured on x86-64: ahead up to
-# 256 rows and keys; where heads share keys up to 128, since short blocks of rows then skip more of a triangle.
+# 256 rows and keys, but not where all pairs of many heads (16 MiB) must come back from memory.
 WHOLE = 1 << 16
+MOST_KEPT = 1 << 21
+# So many weights that are kept are made at a time, 2 MiB of float32: the passes over them then find them in the cache.
+KEPT_SCORES = 1 << 19
+# Rows of a block of kept weights, where a band leaves fewer keys to some blocks than to others.
+KEPT_ROWS = 64
 # Offsets and window sides are cut here, so that a row, an offset and a side add up in 32 bits; lengths are far below.
 FAR = 1 << 29
 
@@ -101,7 +107,18 @@ def fold_band(causal: bool, window: Window | None, offset: int | None, T: int, S
 
 def keeps_weights(spec: Spec) -> bool:
     """Few scores, and no more keys than a chunk: of a long cache most chunks may be skipped."""
-    return 0 < spec.T * spec.S <= (WHOLE if spec.r == 1 else WHOLE // 4) and spec.S <= CHUNK and spec.B > 0
+    pairs = spec.T * spec.S
+    few = spec.band is not None or spec.B * spec.G * spec.r * pairs <= MOST_KEPT
+    return 0 < pairs <= WHOLE and spec.S <= CHUNK and spec.B > 0 and few
+
+
+def kept_layout(spec: Spec, names: frozenset[str]) -> Layout:
+    """The same for weights that are kept: blocks of rows only where a static band gives them fewer keys."""
+    nb, ng = _group(spec, spec.T, spec.S, KEPT_SCORES)
+    ranges = tuple(static_range(spec, i, min(i + KEPT_ROWS, spec.T)) for i in range(0, spec.T, KEPT_ROWS))
+    if "q_offset" in names or not all(lo < hi for lo, hi in ranges) or all(hi - lo == spec.S for lo, hi in ranges):
+        return Layout(nb, ng, spec.T, spec.S, ((0, spec.S),))
+    return Layout(nb, ng, min(KEPT_ROWS, spec.T), max(hi - lo for lo, hi in ranges), ranges)
 
 
 def every_query_sees(spec: Spec, terms: Terms) -> bool:
@@ -129,7 +146,7 @@ def _always_meets(band: Window | None, terms: Terms, n: int, m: int) -> bool:
 def layout(spec: Spec, names: frozenset[str]) -> Layout:
     """Choose the blocks from what is static: lengths, the band, and which terms there are."""
     static = "q_offset" not in names
-    rows = _even(spec.T, max(FEWEST_ROWS, ROWS // spec.r))
+    rows = _even(spec.T, _most_rows(spec))
     ranges = tuple(static_range(spec, i, min(i + rows, spec.T)) for i in range(0, spec.T, rows)) if static else ()
     if static and (len(ranges) == 1 or not names & {"kv_lengths", "q_segments"}) and len(ranges) <= UNROLLED:
         widest = max(hi - lo for lo, hi in ranges)
@@ -144,15 +161,22 @@ def layout(spec: Spec, names: frozenset[str]) -> Layout:
     return Layout(*_group(spec, rows, width), rows, width, None)
 
 
+def _most_rows(spec: Spec) -> int:
+    """Rows of a block whose range of keys is static; a few more where that saves the loop over blocks."""
+    rows = max(FEWEST_ROWS, min(ROWS, max(ROWS // 2, spec.T // 4)) // spec.r)
+    enough = -(-spec.T // max(1, UNROLLED))
+    return enough if rows < enough <= CHUNK // spec.r else rows
+
+
 def _even(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def _group(spec: Spec, rows: int, width: int) -> tuple[int, int]:
+def _group(spec: Spec, rows: int, width: int, cached: int | None = None) -> tuple[int, int]:
     """Batch elements and heads per step: on a CPU as many as keep the scores cached, elsewhere all of them."""
     if not spec.on_cpu:
         return spec.B, spec.G
-    fit = max(1, CACHED_SCORES // max(1, spec.r * rows * width))
+    fit = max(1, (CACHED_SCORES if cached is None else cached) // max(1, spec.r * rows * width))
     ng = max(n for n in range(1, spec.G + 1) if spec.G % n == 0 and n <= fit)
     if ng < spec.G:
         return 1, ng

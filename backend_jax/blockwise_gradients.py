@@ -121,7 +121,7 @@ def _rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, span, array
     if "sinks" in terms:
         sink = take(terms["sinks"], (g, 0), (plan.ng, spec.r)).astype(acc)
         dsink = -jnp.where(unused, 0, jnp.exp(sink[..., None] - lse) * delta).sum((0, 3))
-        sums = sums | {"sinks": _add(sums["sinks"], dsink, (g, 0))}
+        sums = sums | {"sinks": add(sums["sinks"], dsink, (g, 0))}
     flat = (plan.nb, plan.ng, spec.r * count)
     queries, douts = queries.reshape(*flat, spec.D), douts.reshape(*flat, spec.Dv)
 
@@ -132,7 +132,7 @@ def _rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, span, array
     own = {"rows": jnp.zeros((*flat, spec.D), acc)}
     sums = visit(spec, plan, terms, where, span, step, sums | own)
     dq = sums.pop("rows").reshape(plan.nb, plan.ng, spec.r, count, spec.D) * spec.scale
-    return sums | {"q": _add(sums["q"], dq, (0, 0, 0, i, 0))}
+    return sums | {"q": add(sums["q"], dq, (0, 0, 0, i, 0))}
 
 
 def _pair(spec: Spec, terms: Terms, block: Block, rows, arrays, first, masked: bool, sums: Sums) -> Sums:
@@ -146,14 +146,14 @@ def _pair(spec: Spec, terms: Terms, block: Block, rows, arrays, first, masked: b
     dp = product(spec, "bgkd,bgqd->bgkq", v, douts).reshape(shape)
     ds = p * (dropped(spec, terms, block, dp) - delta[:, :, None])
     p = dropped(spec, terms, block, p)
-    new = {"v": _add(sums["v"], product(spec, "bgkq,bgqd->bgkd", _flat(p), douts), (0, 0, block.j, 0))}
+    new = {"v": add(sums["v"], product(spec, "bgkq,bgqd->bgkd", _flat(p), douts), (0, 0, block.j, 0))}
     if "bias" in terms:
-        new["bias"] = _add_bias(sums["bias"], jnp.moveaxis(ds, 2, -1), block)
+        new["bias"] = add_bias(sums["bias"], jnp.moveaxis(ds, 2, -1), block)
     if bent is not None:
         ds = ds * (1 - bent * bent)
     ds = _flat(ds)
     dk = product(spec, "bgkq,bgqd->bgkd", ds, queries) * spec.scale
-    new["k"] = _add(sums["k"], dk, (0, 0, block.j, 0))
+    new["k"] = add(sums["k"], dk, (0, 0, block.j, 0))
     new["rows"] = sums["rows"] + product(spec, "bgkq,bgkd->bgqd", ds, k)
     return sums | new
 
@@ -162,7 +162,7 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:3], -1)
 
 
-def _add(total: jax.Array, part: jax.Array, starts: tuple) -> jax.Array:
+def add(total: jax.Array, part: jax.Array, starts: tuple) -> jax.Array:
     """total[starts:] += part, in place where XLA may."""
     if total.shape == part.shape:
         return total + part
@@ -170,11 +170,11 @@ def _add(total: jax.Array, part: jax.Array, starts: tuple) -> jax.Array:
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, part.shape) + part, starts)
 
 
-def _add_bias(total: jax.Array, ds: jax.Array, block: Block) -> jax.Array:
+def add_bias(total: jax.Array, ds: jax.Array, block: Block) -> jax.Array:
     """A bias of size 1 along an axis collects the sum over that axis."""
     ds = sum_to(ds, total.shape)
     starts = (block.b, block.g, 0, block.i, block.j)
-    return _add(total, ds, tuple(0 if total.shape[n] == 1 else s for n, s in enumerate(starts)))
+    return add(total, ds, tuple(0 if total.shape[n] == 1 else s for n, s in enumerate(starts)))
 
 
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

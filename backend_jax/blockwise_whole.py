@@ -6,23 +6,28 @@ With P at hand nothing is masked, multiplied or exponentiated twice, which is wh
 that share keys are merged with the queries before the first product: XLA on CPUs puts scale, bias, maximum and
 exponential into that product's loop, and all of dS into one, as long as no reshape or selection stands in between.
 f is dropout's factor; a soft cap multiplies dS by 1 - tanh^2, as in the backward pass of many blocks.
+
+Many heads are taken some at a time, so that their weights are still in the cache when they are used again; and under
+a band some rows at a time, each with the keys that it may see.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from .blocks import Spec, Terms, every_key_is_seen, every_query_sees
-from .blockwise_gradients import refuse_twice, sum_to, term_cotangents
+from .blocks import Layout, Spec, Terms, every_key_is_seen, every_query_sees, kept_layout, row_starts, start, take
+from .blockwise_gradients import add, add_bias, refuse_twice, term_cotangents
 from .blockwise_scores import accumulation, product, thinned
 from .visibility import Block, all_of, allowed, kept, living
 
-# Weights, tanh of the soft cap, dropout's choice, each (B, G, r T, S); which queries see no key, their last axis 1;
-# which keys some query sees, (B, G, S) with axes of size 1.
+# Of a block: weights, tanh of the soft cap, dropout's choice, each (nb, ng, r rows, width); which queries see no key,
+# their last axis 1; which keys some query sees, (nb, ng, width) with axes of size 1.
 Kept = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]
 
 
@@ -34,26 +39,64 @@ def whole(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms) ->
 
 def _forward(
     spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms
-) -> tuple[tuple[jax.Array, jax.Array], Kept]:
-    acc, block = accumulation(q.dtype), _everything(spec)
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Kept, ...]]:
+    plan = kept_layout(spec, frozenset(terms))
+
+    def group(u: jax.Array | int) -> tuple[tuple[jax.Array, jax.Array], tuple[Kept, ...]]:
+        queries, keys, values = _of_group(spec, plan, u, q, k, v)
+        found = [_rows(spec, terms, block, queries, keys, values) for block in _blocks(spec, plan, u)]
+        out, lse = (_join([part[n] for part in found], 3) for n in (0, 1))
+        return (out.astype(q.dtype), lse), tuple(part[2] for part in found)
+
+    count = _groups(spec, plan)
+    (out, lse), rest = group(0) if count == 1 else lax.map(group, jnp.arange(count, dtype=jnp.int32))
+    return (out.reshape(*q.shape[:4], spec.Dv), lse.reshape(q.shape[:4])), rest
+
+
+def _groups(spec: Spec, plan: Layout) -> int:
+    return (spec.B // plan.nb) * (spec.G // plan.ng)
+
+
+def _of_group(spec: Spec, plan: Layout, u: jax.Array | int, *arrays: jax.Array) -> list[jax.Array]:
+    """The part of each (B, G, ...) that belongs to group u."""
+    where = start(spec, plan, u)
+    return [take(x, (*where, *(0,) * (x.ndim - 2)), (plan.nb, plan.ng, *x.shape[2:])) for x in arrays]
+
+
+def _blocks(spec: Spec, plan: Layout, u: jax.Array | int) -> Iterator[Block]:
+    """The group's blocks of rows, each with the keys that it may see."""
+    b, g = start(spec, plan, u)
+    for i, (lo, hi) in zip(row_starts(spec, plan), plan.ranges or (), strict=True):
+        yield Block(b, g, i, lo, plan.nb, plan.ng, min(plan.rows, spec.T - i), hi - lo)
+
+
+def _join(parts: list[jax.Array], axis: int) -> jax.Array:
+    return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
+
+
+def _rows(
+    spec: Spec, terms: Terms, block: Block, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, Kept]:
+    """One block of rows: output (nb, ng, r, rows, Dv), lse (nb, ng, r, rows), what is kept of it."""
+    acc = accumulation(q.dtype)
     alive = None if every_key_is_seen(spec, terms) else living(spec, terms, block)
-    keys, values = _seen(alive, k, acc), _seen(alive, v, acc)
-    s, bent = product(spec, "bgqd,bgkd->bgqk", _lines(spec, q, acc), keys) * spec.scale, None
+    keys, values = (_seen(alive, _columns(block, x), acc) for x in (k, v))
+    s, bent = product(spec, "bgqd,bgkd->bgqk", _lines(block, q, acc), keys) * spec.scale, None
     if spec.softcap is not None:
         bent = jnp.tanh(s / spec.softcap)
         s = bent * spec.softcap
     if "bias" in terms:
-        s = s + _merged(spec, terms["bias"].astype(acc))
+        s = s + _merged(spec, block, block.cut(terms["bias"], spec.r).astype(acc))
     conditions = allowed(spec, terms, block, None)
     dead = None
     if conditions:
-        visible = _merged(spec, all_of(conditions))
+        visible = _merged(spec, block, all_of(conditions))
         # Finite, so that a row without keys needs no selection between its maximum and its exponentials.
         s = jnp.where(visible, s, jnp.finfo(acc).min)
     m = s.max(-1, keepdims=True)
     if conditions and not every_query_sees(spec, terms):
         dead = m == jnp.finfo(acc).min
-    sink = _per_line(spec, terms["sinks"].astype(acc)) if "sinks" in terms else None
+    sink = _sinks(spec, terms, block, acc) if "sinks" in terms else None
     if sink is not None:
         m = jnp.maximum(m, sink)
     p = jnp.exp(s - m)
@@ -66,12 +109,8 @@ def _forward(
     p = p * share
     choice = kept(spec, terms, block).reshape(s.shape) if spec.dropout > 0.0 else None
     out = product(spec, "bgqk,bgkd->bgqd", thinned(spec, choice, p), values)
-    shape = (spec.B, spec.G, spec.r, spec.T)
-    return (out.reshape(*shape, spec.Dv).astype(q.dtype), lse.reshape(shape)), (p, bent, choice, dead, alive)
-
-
-def _everything(spec: Spec) -> Block:
-    return Block(0, 0, 0, 0, spec.B, spec.G, spec.T, spec.S)
+    shape = (block.nb, block.ng, spec.r, block.rows)
+    return out.reshape(*shape, spec.Dv), lse.reshape(shape), (p, bent, choice, dead, alive)
 
 
 def _seen(alive: jax.Array | None, x: jax.Array, acc: jnp.dtype) -> jax.Array:
@@ -79,21 +118,28 @@ def _seen(alive: jax.Array | None, x: jax.Array, acc: jnp.dtype) -> jax.Array:
     return x.astype(acc) if alive is None else jnp.where(alive[..., None], x.astype(acc), 0)
 
 
-def _lines(spec: Spec, x: jax.Array, acc: jnp.dtype) -> jax.Array:
-    """(B, G, r, T) or (B, G, r, T, n) -> (B, G, r T, 1 or n)."""
-    return x.astype(acc).reshape(spec.B, spec.G, spec.r * spec.T, x.shape[4] if x.ndim == 5 else 1)
+def _columns(block: Block, x: jax.Array) -> jax.Array:
+    """The block's keys or values of a group's (nb, ng, S, n)."""
+    return lax.slice_in_dim(x, block.j, block.j + block.width, axis=2)
 
 
-def _merged(spec: Spec, x: jax.Array) -> jax.Array:
-    """(B, G, r, T, S) -> (B, G, r T, S), each axis its size or 1."""
+def _lines(block: Block, x: jax.Array, acc: jnp.dtype) -> jax.Array:
+    """The block's rows of a group's (nb, ng, r, T) or (nb, ng, r, T, n), as (nb, ng, r rows, 1 or n)."""
+    x = lax.slice_in_dim(x, block.i, block.i + block.rows, axis=3)
+    return x.astype(acc).reshape(block.nb, block.ng, x.shape[2] * block.rows, x.shape[4] if x.ndim == 5 else 1)
+
+
+def _merged(spec: Spec, block: Block, x: jax.Array) -> jax.Array:
+    """(nb, ng, r, rows, width) -> (nb, ng, r rows, width), each axis its size or 1."""
     if x.shape[2] != 1 or (spec.r > 1 and x.shape[3] != 1):
-        x = jnp.broadcast_to(x, (*x.shape[:2], spec.r, spec.T, x.shape[4]))
+        x = jnp.broadcast_to(x, (*x.shape[:2], spec.r, block.rows, x.shape[4]))
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def _per_line(spec: Spec, sinks: jax.Array) -> jax.Array:
-    """(G, r) -> (1, G, r T, 1)."""
-    return jnp.repeat(sinks, spec.T, axis=1)[None, :, :, None]
+def _sinks(spec: Spec, terms: Terms, block: Block, acc: jnp.dtype) -> jax.Array:
+    """(G, r) -> (1, ng, r rows, 1)."""
+    sinks = take(terms["sinks"], (block.g, 0), (block.ng, spec.r)).astype(acc)
+    return jnp.repeat(sinks, block.rows, axis=1)[None, :, :, None]
 
 
 def _save(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms):
@@ -111,31 +157,67 @@ whole.defvjp(_save, _gradients)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward(spec: Spec, saved, cotangents: tuple[jax.Array, jax.Array]):
     """Cotangents of (q, k, v, terms)."""
-    q, k, v, terms, out, lse, (p, bent, choice, dead, alive) = saved
+    q, k, v, terms, out, lse, rest = saved
+    plan, acc = kept_layout(spec, frozenset(terms)), accumulation(q.dtype)
+    shared: dict[str, Any] = {name: jnp.zeros(terms[name].shape, acc) for name in ("bias", "sinks") if name in terms}
+
+    def group(shared: dict[str, Any], own):
+        u, rest = own
+        arrays = _of_group(spec, plan, u, q, k, v, out, lse, *cotangents)
+        dqs, dks, dvs = [], [], []
+        for block, kept_of_block in zip(_blocks(spec, plan, u), rest, strict=True):
+            shared, (dq, dk, dv) = _rows_back(spec, terms, block, arrays, kept_of_block, shared)
+            dqs.append(dq)
+            dks.append(_widened(spec, block, dk))
+            dvs.append(_widened(spec, block, dv))
+        dk, dv = (sum(x[1:], x[0]) for x in (dks, dvs))
+        return shared, (_join(dqs, 3).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
+
+    count = _groups(spec, plan)
+    if count == 1:
+        shared, own = group(shared, (0, rest))
+    else:
+        shared, own = lax.scan(group, shared, (jnp.arange(count, dtype=jnp.int32), rest))
+    dq, dk, dv = (x.reshape(like.shape) for x, like in zip(own, (q, k, v), strict=True))
+    return dq, dk, dv, term_cotangents(terms, shared)
+
+
+def _rows_back(spec: Spec, terms: Terms, block: Block, arrays, kept_of_block: Kept, shared: dict[str, Any]):
+    """What one block of rows gives: to the sums of bias and sinks; to its queries, its keys and its values."""
+    q, k, v, out, lse, dout, dlse = arrays
+    p, bent, choice, dead, alive = kept_of_block
     acc = accumulation(q.dtype)
-    keys, values = _seen(alive, k, acc), _seen(alive, v, acc)
-    queries, douts, dlse = (_lines(spec, x, acc) for x in (q, *cotangents))
+    keys, values = (_seen(alive, _columns(block, x), acc) for x in (k, v))
+    queries, douts, dlse = (_lines(block, x, acc) for x in (q, dout, dlse))
     if dead is not None:
         # Whatever stands in a dead query, or in what comes back for it, has no effect: 0 * NaN would.
         queries, douts = (jnp.where(dead, 0, x) for x in (queries, douts))
         dlse = dlse if "sinks" in terms else jnp.where(dead, 0, dlse)
         bent = bent if bent is None else jnp.where(dead, 0, bent)
-    delta = (douts * _lines(spec, out, acc)).sum(-1, keepdims=True) - dlse
-    found: dict[str, Any] = {}
+    delta = (douts * _lines(block, out, acc)).sum(-1, keepdims=True) - dlse
+    shape = (block.nb, block.ng, spec.r, block.rows)
     if "sinks" in terms:
-        lse = _lines(spec, jnp.where(lse == -jnp.inf, jnp.inf, lse), acc)  # no key and a sink of -inf: a share of 0
-        share = jnp.exp(_per_line(spec, terms["sinks"].astype(acc)) - lse)
-        found["sinks"] = -(share * delta).reshape(spec.B, spec.G, spec.r, spec.T).sum((0, 3))
+        line = _lines(block, jnp.where(lse == -jnp.inf, jnp.inf, lse), acc)  # no key, a sink of -inf: a share of 0
+        share = jnp.exp(_sinks(spec, terms, block, acc) - line)
+        dsink = -(share * delta).reshape(shape).sum((0, 3))
+        shared = shared | {"sinks": add(shared["sinks"], dsink, (block.g, 0))}
     ds = p * (thinned(spec, choice, product(spec, "bgqd,bgkd->bgqk", douts, values)) - delta)
     if "bias" in terms:
-        found["bias"] = sum_to(ds.reshape(spec.B, spec.G, spec.r, spec.T, spec.S), terms["bias"].shape)
+        shared = shared | {"bias": add_bias(shared["bias"], ds.reshape(*shape, block.width), block)}
     ds = ds * spec.scale
     if bent is not None:
         ds = ds * (1 - bent * bent)
     dv = product(spec, "bgqk,bgqd->bgkd", thinned(spec, choice, p), douts)
     dk = product(spec, "bgqk,bgqd->bgkd", ds, queries)
-    dq = product(spec, "bgqk,bgkd->bgqd", ds, keys).reshape(q.shape)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), term_cotangents(terms, found)
+    dq = product(spec, "bgqk,bgkd->bgqd", ds, keys).reshape(*shape, spec.D)
+    return shared, (dq, dk, dv)
+
+
+def _widened(spec: Spec, block: Block, x: jax.Array) -> jax.Array:
+    """(nb, ng, width, n) at its place among S keys, zeros beside it."""
+    if block.width == spec.S:
+        return x
+    return jnp.pad(x, ((0, 0), (0, 0), (block.j, spec.S - block.j - block.width), (0, 0)))
 
 
 _backward.defvjp(refuse_twice, lambda spec, saved, cotangents: cotangents)

@@ -22,11 +22,12 @@ from core_numpy.gradients import attention_with_lse_vjp  # noqa: E402
 module = importlib.import_module("backend_jax.attention")
 blocks = importlib.import_module("backend_jax.blocks")
 OWN = ("blockwise", "dense")
-# Weights kept; and blocks so small that a few keys need every way of cutting: whole rows unrolled, one range per block
-# under a window, chunks with a running maximum; one head and batch element per step. The last blocks overlap those
-# before.
+# Weights kept, of all rows and heads at once or of two rows and one head; and blocks so small that a few keys need
+# every way of cutting: whole rows unrolled, one range per block under a window, chunks with a running maximum; one head
+# and batch element per step. The last blocks overlap those before.
 SMALL = {
     "whole": {},
+    "grouped": {"KEPT_SCORES": 1, "KEPT_ROWS": 2},
     "unrolled": {"WHOLE": 0, "FEWEST_ROWS": 1, "ROWS": 3, "UNROLLED": 8, "ROWS_LONGEST": 99, "CACHED_SCORES": 30},
     "looped": {"WHOLE": 0, "FEWEST_ROWS": 1, "ROWS": 2, "UNROLLED": 0, "CHUNK": 4, "CACHED_SCORES": 1},
     "chunks": {
@@ -104,7 +105,7 @@ def test_every_two_keywords_together_agree_with_the_reference_and_its_gradients(
 
 @pytest.mark.parametrize("n", range(0, len(ROWS), 6))
 def test_some_keywords_together_agree_with_the_reference_and_its_gradients(n, monkeypatch):
-    way = (*SMALL, "dense")[n // 6 % 5]
+    way = (*SMALL, "dense")[n // 6 % 6]
     with cut(way, monkeypatch):
         check_agreement(*arguments(ROWS[n]), "dense" if way == "dense" else "blockwise")
 
@@ -125,9 +126,10 @@ BASE = {
 
 
 @pytest.mark.parametrize("name", BASE)
-def test_few_scores_whose_weights_are_kept_agree_with_the_reference_and_its_gradients(name, monkeypatch):
+@pytest.mark.parametrize("way", ["whole", "grouped"])
+def test_few_scores_whose_weights_are_kept_agree_with_the_reference_and_its_gradients(name, way, monkeypatch):
     q, k, v = inputs(T=7, S=11, dtype=np.float64)
-    with cut("whole", monkeypatch):
+    with cut(way, monkeypatch):
         check_agreement({"q": q, "k": k, "v": v}, BASE[name], "blockwise")
 
 
