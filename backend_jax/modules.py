@@ -155,11 +155,14 @@ class Norm(nnx.Module):
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x (..., in) times weight (in, out). float32 means float32 unless jax.default_matmul_precision says otherwise.
 
-    The leading axes are merged: XLA on a CPU transposes for the gradient of a product of rank 3.
+    The leading axes are merged: XLA on a CPU transposes for the gradient of a product of rank 3. Not where positions
+    are spread over devices: no sharding says what became of them, and XLA would gather whole rows on each.
     """
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     exact = asked is None and x.dtype.itemsize >= 4
-    y = jnp.matmul(x.reshape(-1, x.shape[-1]), weight, precision=jax.lax.Precision.HIGHEST if exact else None)
+    spread = x.ndim == 3 and place.ringed(*x.shape[:2])
+    merged = x if spread else x.reshape(-1, x.shape[-1])
+    y = jnp.matmul(merged, weight, precision=jax.lax.Precision.HIGHEST if exact else None)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 

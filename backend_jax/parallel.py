@@ -2,7 +2,7 @@
 
 Native: parameters, moments and batches are arrays spread over a `Mesh` by `NamedSharding`s, and the compiled update is
 the one of a single device: XLA puts the communication in. So random numbers, means and norms are those of the whole
-batch by themselves. One process with many devices needs nothing else; many processes call
+batch by themselves. One process with many devices needs nothing else; many processes call `processes.connect` or
 `jax.distributed.initialize` first, and each is given the whole batch.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ TENSOR_AXIS = {
 }  # fmt: skip
 
 
+# By which an error of a collective between processes is known: their engines, and gRPC's words for a broken wait.
+BROKEN = ("Gloo", "gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination service")
 # What lies over the context axis; lengths and segments are those of whole rows.
 RINGED = ("tokens", "targets", "positions")
 
@@ -122,17 +125,37 @@ class ParallelTrainer(Trainer):
         """Whether this process speaks and writes for all of them."""
         return jax.process_index() == 0
 
+    def said_by_any(self, flag: bool) -> bool:
+        """Whether any process says so; all of them must ask."""
+        with self._answered():
+            return any(said_by_all(flag))
+
     def step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """As on one device, on the same whole batch in every process."""
         if isinstance(batch, Mapping) and hasattr(batch.get("tokens"), "shape"):
             check_parallel_batch(self.layout, self.model.config, batch, self.config.accumulate)
-        with place.spread_over(self.mesh, self.model.config.is_causal):
+        with place.spread_over(self.mesh, self.model.config.is_causal), self._answered():
             return super().step(batch)
 
     def evaluate(self, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """As on one device, on the same whole batches in every process."""
-        with place.spread_over(self.mesh, self.model.config.is_causal):
+        with place.spread_over(self.mesh, self.model.config.is_causal), self._answered():
             return super().evaluate(batches)
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Say what a broken connection means: a collective's own words name sockets."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            text = str(error)
+            if jax.process_count() == 1 or not any(word in text for word in BROKEN):
+                raise
+            raise ConnectionError(
+                f"process {jax.process_index()} of {jax.process_count()} waited for another one that has gone or did "
+                f"not answer, at update {self.updates + 1}: start the run again from its last checkpoint "
+                f"({text.splitlines()[0][:200]})"
+            ) from error
 
     def _spread(self, params: dict[str, Any]) -> dict[str, jax.Array]:
         return {name: put(x, self._sharding(name, x.shape)) for name, x in params.items()}
@@ -162,7 +185,10 @@ class ParallelTrainer(Trainer):
         All processes see one file system. `background` is taken, and the checkpoint is written at once: it is whole
         when the last process says so.
         """
-        final = checkpoint_path(path, self.updates)
+        with self._answered():
+            return self._save(checkpoint_path(path, self.updates), path)
+
+    def _save(self, final: Path, path: str | os.PathLike[str]) -> Path:
         directory = Path(said_by_first(str(open_shards(path, final)) if self.first else ""))
         entry = write_shard(directory, jax.process_index(), self._pieces())
         entries = said_by_all(entry)

@@ -152,7 +152,7 @@ def _backward(ring: Ring, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     acc, grad = out.dtype, grad.astype(out.dtype)
     delta, lse = (grad * out).sum(-1), jnp.where(lse == -jnp.inf, 0, lse)
     totals = _zeros(own, acc)
-    for step, keys in _visits(ring, own):
+    for step, keys in _visits(ring, own, again=True):
         sent = {name: jnp.zeros(x.shape, acc) for name, x in keys.items()}
         blank = _zeros((own, keys), acc)
         for a, b in ring.pairs(step):
@@ -188,13 +188,21 @@ def _derivative(
     return jax.tree.map(lambda x: x.astype(g.dtype), pull((g.astype(part.dtype), g_lse)))
 
 
-def _visits(ring: Ring, own: Arrays) -> Iterator[tuple[int, Arrays]]:
-    """(step, the keys and values of the device that many places back); zeros where they are not needed."""
+def _visits(ring: Ring, own: Arrays, *, again: bool = False) -> Iterator[tuple[int, Arrays]]:
+    """(step, the keys and values of the device that many places back); zeros where they are not needed.
+
+    again: in the backward pass keys and values travel as one array. XLA would see the forward pass's messages in them
+    else, and keep everybody's keys until now instead; a barrier against that does not hold on a CPU.
+    """
     keys = {"k": own["k"], "v": own["v"]}
+    size = own["k"].shape[-1]
     for step in range(ring.count):
         routes = ring.routes(step)
         if step == 0:
             yield step, keys
+        elif routes and again:
+            both = lax.ppermute(jnp.concatenate([own["k"], own["v"]], -1), "context", routes)
+            yield step, {"k": both[..., :size], "v": both[..., size:]}
         elif routes:
             yield step, {name: lax.ppermute(x, "context", routes) for name, x in keys.items()}
 

@@ -143,6 +143,13 @@ class ParallelTrainer(Trainer):
         """Whether this process speaks and writes for all of them."""
         return self.group.rank == 0
 
+    def said_by_any(self, flag: bool) -> bool:
+        """Whether any process says so; all of them must ask."""
+        said = torch.tensor(float(flag), device=self.group.device)
+        with self._answered():
+            dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said.item())
+
     def step(self, batch: Any) -> dict[str, Any]:
         """As on one device, on the same whole batch in every process."""
         if isinstance(batch, Mapping) and hasattr(batch.get("tokens"), "shape"):

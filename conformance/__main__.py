@@ -79,7 +79,7 @@ def _run_parser() -> argparse.ArgumentParser:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="end a target that is silent for longer in one call; default: 120",
+        help="end a target that is silent for longer in one call; default: 120, of the suite parallel 600",
     )
     parser.add_argument(
         "--fuzz",
@@ -96,10 +96,11 @@ def _run_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     from . import deviations, summary
     from .runner import ABSENT, FAILED
+    from .suites import suite_timeout
     from .workers import TIMEOUT, cores, judge_targets, selected
 
     options = _run_parser().parse_args(argv)
-    timeout = TIMEOUT if options.timeout is None else options.timeout
+    timeout = suite_timeout(options.suite, TIMEOUT) if options.timeout is None else options.timeout
     if not timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {timeout:g}")
     if options.fuzz is not None:

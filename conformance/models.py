@@ -298,12 +298,15 @@ def training_batches(case: ModelCase) -> list[Arrays]:
 def training_expected(case: ModelCase, initial: Arrays, dtype: str) -> tuple[Arrays, Arrays]:
     """Records and last parameters of the reference's run, and their bounds."""
 
-    def expected() -> tuple[Arrays, Arrays]:
-        batches = training_batches(case)
-        run = _reference_run(case, initial, batches)
-        return run, _twin_bounds(case, initial, batches, run, dtype)
+    return remembered(("training", case.id, dtype), lambda: expected_of(case, initial, training_batches(case), dtype))
 
-    return remembered(("training", case.id, dtype), expected)
+
+def expected_of(
+    case: ModelCase, initial: Arrays, batches: list[Arrays], dtype: str = "float64"
+) -> tuple[Arrays, Arrays]:
+    """`training_expected` on batches that are at hand."""
+    run = _reference_run(case, initial, batches)
+    return run, _twin_bounds(case, initial, batches, run, dtype)
 
 
 def training_answers(case: ModelCase, target: Target, initial: Arrays, dtype: str) -> Arrays:

@@ -68,6 +68,10 @@ def _rows(aot: bool) -> Iterator[Row]:
     if importlib.util.find_spec("jax") is None or importlib.util.find_spec("flax") is None:
         yield Row("jax.export", "tpu, cuda, rocm", "lowered", "absent", "jax is not installed")
     else:
+        import jax
+
+        # What is lowered here is run on the CPU. A plug-in for a device, libtpu say, would take the device.
+        jax.config.update("jax_platforms", "cpu")
         from . import lowering
 
         yield from lowering.rows()

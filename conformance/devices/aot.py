@@ -59,8 +59,10 @@ def _installed(name: str) -> bool:
 
 
 def _compiled(place: Place) -> Iterator[Row]:
-    # The metadata server of a cloud is asked otherwise, for minutes; with another platform first there is no topology.
-    environment = package_environment() | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    # The metadata server of a cloud is asked otherwise, for minutes; with another platform first there is no topology;
+    # and libtpu takes a lock on a chip that nothing here uses.
+    more = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment = package_environment() | more
     command = [sys.executable, "-m", "conformance.devices.aot_worker", place.platform, str(place.devices)]
     try:
         run = subprocess.run(

@@ -46,6 +46,12 @@ def _found(hlo: str) -> Iterator[Collective]:
         yield Collective(match["kind"], sum(sizes))
 
 
+def routes(hlo: str) -> set[tuple[int, int]]:
+    """(from, to) of every message that a program's permutes send."""
+    found = re.findall(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", hlo)
+    return {(int(a), int(b)) for pairs in found for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
+
+
 def _bytes(array: re.Match[str]) -> int:
     size = SIZES[array["type"]]
     for axis in filter(None, array["dims"].split(",")):

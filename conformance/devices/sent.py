@@ -16,11 +16,15 @@ KINDS = {
 
 
 class Sent(TorchDispatchMode):
-    """Notes (kind, bytes) of each; bytes of the sum, of the whole that is gathered or scattered, or of the message."""
+    """Notes (kind, bytes) of each; bytes of the sum, of the whole that is gathered or scattered, or of the message.
+
+    to: of each message the number, in its group, of the process that it goes to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[str, int]] = []
+        self.to: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -31,6 +35,8 @@ class Sent(TorchDispatchMode):
                 tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
                 # The larger of what goes in and what comes out; an all-reduce in place names one tensor twice.
                 self.found.append((kind, max(x.numel() * x.element_size() for x in tensors)))
+            if kind == "send":
+                self.to.append(next(x for x in args if isinstance(x, int)))
         return out
 
     def summed(self) -> dict[str, dict[str, int]]:

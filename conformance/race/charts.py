@@ -132,6 +132,20 @@ def race_charts(race: Mapping[str, Any], environment: Mapping[str, Any]) -> list
     return [(caption, svg) for caption, svg in made if svg]
 
 
+def scaling_charts(scaled: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(caption, SVG) of each kind: the speed-up of everybody against the devices, and the ideal."""
+    made = []
+    for kind in dict.fromkeys(row["kind"] for row in scaled["rows"]):
+        rows = sorted((row for row in scaled["rows"] if row["kind"] == kind), key=lambda row: row["devices"])
+        names = dict.fromkeys(row["contestant"] for row in rows)
+        curves = [Series(n, [(r["devices"], r["speedup"]) for r in rows if r["contestant"] == n]) for n in names]
+        ideal = Series("ideal", sorted({(row["devices"], row["devices"]) for row in rows}), dashed=True)
+        what = "runs apart" if kind == "apart" else f"{kind} scaling over {scaled['axis']}"
+        caption = f"Work in the same time against devices, {what}; one device is 1."
+        made.append((caption, plot([ideal, *curves], "devices", "times one device")))
+    return made
+
+
 def sweep_charts(swept: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(caption, SVG): the curves of a sweep over numbers; a sweep over words has its tables alone."""
     if any(isinstance(value, str | bool) for value in swept["values"]):

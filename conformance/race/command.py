@@ -10,9 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from core_numpy.contract.parallel import AXES as AXES_OF_DEVICES
+
 from .contestants import WORDS, all_contestants, chosen, missing
 from .pictures import draw
 from .racing import check, run
+from .scaling import scaling
 from .sweep import AXES, sweep
 from .table import show
 from .task import ARCHITECTURES, DEVICES, MEASURES, PRECISIONS, SIZES, Task
@@ -23,6 +26,7 @@ EPILOG = """examples:
   conformance race --with all --size tiny --size small --png race.png --json race.json --html race.html
   conformance race --sweep length --with torch,torch-lstm,torch-gru --values 64,128,256,512,1024
   conformance race --profile --with torch,jax --size small
+  conformance race --devices 2 --with torch,jax --layout fsdp --png scaling.png
   conformance race compare before.json after.json
 """
 
@@ -51,10 +55,15 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", choices=DEVICES)
     add("--sweep", choices=AXES, metavar="AXIS", help=f"race at many values of one of {', '.join(AXES)}")
     add("--values", metavar="A,B", help="the sweep's values (default: around the size)")
+    add(
+        "--devices", type=int, metavar="N",
+        help="weak and strong scaling over 1, 2, ... N host devices",
+    )  # fmt: skip
+    add("--layout", default=None, choices=AXES_OF_DEVICES, help="what --devices lays out (default data)")
     add("--profile", action="store_true", help="say where each contestant's time goes, in the place of a race")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each (default 10)")
     add("--seconds", type=float, default=1.0, metavar="X", help="length of a turn (default 1)")
-    add("--threads", type=int, metavar="N", help="processor threads of each (default: all)")
+    add("--threads", type=int, metavar="N", help="threads of each (default: all; of a device: 1)")
     add("--timeout", type=float, default=600.0, metavar="X", help="seconds that one answer may take (default 600)")
     add("--json", metavar="FILE", help="write everything that was measured; - for standard output")
     add("--debug", action="store_true", help="show the traceback of an error")
@@ -89,12 +98,22 @@ def races(options: argparse.Namespace) -> int:
         raise ValueError("--values are those of --sweep, which was not given")
     timing = {name: getattr(options, name) for name in ("rounds", "seconds", "threads", "timeout")}
     kind = {name: getattr(options, name) for name in ("precision", "remat", "measure", "device")}
-    if options.sweep is None and not options.profile:
+    if options.layout is not None and options.devices is None:
+        raise ValueError("--layout is of --devices, which was not given")
+    if options.devices is not None and (options.sweep is not None or options.profile):
+        raise ValueError("--devices is a measurement of its own: it goes with neither --sweep nor --profile")
+    if options.sweep is None and not options.profile and options.devices is None:
         return finish(run(sizes, names, architectures=options.architecture, say=say, **timing, **kind), options)
     if len(sizes) > 1:
-        raise ValueError("a sweep or a profile has one --size")
+        raise ValueError("a sweep, a profile and --devices have one --size")
     check(sizes, names, options.rounds, options.seconds, options.threads, options.architecture, options.precision,
           options.measure, options.device)  # fmt: skip
+    if options.devices is not None:
+        if len(options.architecture or ()) > 1:
+            raise ValueError("--devices has one --architecture")
+        base = Task(sizes[0], *(options.architecture or ()), **kind)
+        found = scaling(base, names, devices=options.devices, layout=options.layout or "data", say=say, **timing)
+        return finish(found, options)
     if options.profile:
         return profiles(Task(sizes[0], **kind), names, options)
     document = sweep(

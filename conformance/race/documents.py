@@ -72,11 +72,17 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 def _entries(document: Mapping[str, Any]) -> dict[tuple[str, str], list[float]]:
     return {
-        (race["task"]["title"] + (f" at {race['at']}" if "at" in race else ""), name): row["rounds"]
+        (_race_name(race), name): row["rounds"]
         for race in document["races"]
         for name, row in race["contestants"].items()
         if row["status"] == "raced" and row["rounds"]
     }
+
+
+def _race_name(race: Mapping[str, Any]) -> str:
+    """What tells a race from the others of its document: the task, a sweep's value, the kind of scaling."""
+    at = f" at {race['at']}" if "at" in race else ""
+    return race["task"]["title"] + at + (f" {race['kind']}" if "kind" in race else "")
 
 
 def _flat(place: Mapping[str, Any]) -> dict[str, Any]:

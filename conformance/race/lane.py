@@ -10,6 +10,7 @@ from .contestants import all_contestants, missing
 from .device import variables
 from .process import Process, WorkerFailed
 from .task import Task
+from .team import Team, started
 
 # Compilers, allocators and thread pools settle in the first updates; the first of all is reported apart.
 WARM_UP = 3
@@ -22,9 +23,15 @@ class Lane:
     """Prepared once, then asked for turns. A failure ends it and is written in its row."""
 
     def __init__(
-        self, name: str, task: Task, threads: int | None, timeout: float, more: Mapping[str, str] | None = None
+        self,
+        name: str,
+        task: Task,
+        threads: int | None,
+        timeout: float,
+        more: Mapping[str, str] | None = None,
+        copies: int = 1,
     ) -> None:
-        """more: variables of the contestant's process beside its own."""
+        """more: variables of the contestant's process beside its own. copies: how many run at once, apart."""
         self.contestant = all_contestants()[name]
         self.tolerance = self.contestant.loss_tolerance or task.loss_tolerance
         self.task, self.threads, self.timeout = task, threads, timeout
@@ -32,8 +39,8 @@ class Lane:
             "status": "raced", "note": self.contestant.note, "framework": self.contestant.framework,
             "group": self.contestant.group, "ours": self.contestant.ours, "rounds": [], "losses": [],
         }  # fmt: skip
-        self.process: Process | None = None
-        self.more = dict(more or {})
+        self.process: Process | Team | None = None
+        self.more, self.copies = dict(more or {}), copies
         self.count = 1
 
     def prepare(self, seconds: float) -> str:
@@ -44,7 +51,9 @@ class Lane:
             return f"skipped, {self.row['reason']}"
         framework = variables(self.contestant.framework, self.task.device)
         more = {**dict(self.contestant.environment), **framework, **self.more}
-        self.process = Process(threads=self.threads, timeout=self.timeout, variables=more)
+        self.process = started(
+            self.contestant.framework, self.task, self.threads, self.timeout, more, self.copies
+        )  # fmt: skip
         built = self.ask({"do": "build", "contestant": self.contestant.name, "task": self.task.spec()})
         first = None if built is None else self.steps(1)
         warm = None if first is None else self.steps(WARM_UP)
@@ -105,7 +114,7 @@ def reference(task: Task, threads: int | None, timeout: float) -> dict[str, Any]
     try:
         process.ask({
             "do": "build", "contestant": "numpy",
-            "task": task.replace(precision="float32", remat=False, device="cpu").spec(),
+            "task": task.replace(precision="float32", remat=False, device="cpu", parallel=None).spec(),
         })  # fmt: skip
         found = {"losses": process.ask({"do": "steps", "count": AGREEMENT_UPDATES})["losses"]}
         if task.measure == "decode":

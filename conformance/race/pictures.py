@@ -15,10 +15,16 @@ def finishers(race: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def draw(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """A PNG: of a sweep its curves, else bars, one panel a race: time against the fastest, with its interval."""
+    """A PNG: the curves of a sweep or of several devices, else bars, a panel a race: time against the fastest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if document.get("scaling"):
+        figure = Figure(figsize=(10, 3.6), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw_scaling(figure, document["scaling"])
+        figure.savefig(path)
+        return
     if document.get("sweep"):
         figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
@@ -67,4 +73,29 @@ def draw_sweep(figure: Any, swept: dict[str, Any]) -> None:
     axes.set_xlabel(swept["axis"])
     axes.set_ylabel("milliseconds")
     if swept["curves"]:
+        axes.legend(fontsize=7)
+
+
+def draw_scaling(figure: Any, scaled: dict[str, Any]) -> None:
+    """The speed-up against the devices with its interval, strong and weak side by side; hollow where devices share."""
+    kinds = list(dict.fromkeys(row["kind"] for row in scaled["rows"])) or ["strong"]
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        rows = [row for row in scaled["rows"] if row["kind"] == kind]
+        counts = sorted({row["devices"] for row in rows} or {1})
+        axes.plot(counts, counts, color="#999999", linewidth=0.8, linestyle=":", label="ideal")
+        for number, name in enumerate(dict.fromkeys(row["contestant"] for row in rows)):
+            own = sorted((row for row in rows if row["contestant"] == name), key=lambda row: row["devices"])
+            x, y, colour = [row["devices"] for row in own], [row["speedup"] for row in own], f"C{number}"
+            below = [max(row["speedup"] - row["low"], 0.0) for row in own]
+            above = [max(row["high"] - row["speedup"], 0.0) for row in own]
+            axes.errorbar(x, y, yerr=(below, above), color=colour, capsize=3, linewidth=1.2, label=name)
+            for row in own:
+                face = "white" if row["shared"] > 1.0 else colour
+                axes.plot(
+                    row["devices"], row["speedup"], "o", markersize=6, color=colour, markerfacecolor=face, zorder=3
+                )
+        axes.set_xticks(counts)
+        axes.set_xlabel("devices (hollow: they share processors)")
+        axes.set_ylabel("work in the same time, one device = 1")
+        axes.set_title("apart" if kind == "apart" else f"{kind} scaling, {scaled['axis']}", fontsize=10)
         axes.legend(fontsize=7)

@@ -51,16 +51,25 @@ class Process:
 
     def ask(self, command: dict[str, Any]) -> dict[str, Any]:
         """Send a command and wait for its answer; WorkerFailed says why there is none."""
+        self.send(command)
+        return self.answer(command["do"])
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Half of `ask`: where several processes work together, all are sent to before one is waited for."""
         assert self._process.stdin is not None  # a pipe was asked for
         try:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
+        except OSError:
+            pass  # it is gone: `answer` finds the end of its output
+
+    def answer(self, what: str) -> dict[str, Any]:
+        """The other half: what it answers to command `what`."""
+        try:
             line = self._answers.get(timeout=self.timeout)
         except queue.Empty:
             self.close()
-            raise WorkerFailed(f"no answer to {command['do']!r} within {self.timeout:g} s") from None
-        except OSError:
-            line = ""
+            raise WorkerFailed(f"no answer to {what!r} within {self.timeout:g} s") from None
         if not line:
             raise WorkerFailed(f"its process ended ({self._process.wait()}): {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)

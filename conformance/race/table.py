@@ -7,6 +7,7 @@ import shutil
 import sys
 from typing import Any, TextIO
 
+from . import scaling
 from .sweep import sentences
 
 HEADINGS = ("contestant", "class", "ms", "quartiles", "of best", "95 % interval", "tokens/s", "of peak", "compile s",
@@ -54,8 +55,9 @@ def place_line(document: dict[str, Any]) -> str:
 
 
 def race_line(race: dict[str, Any], axis: str | None = None) -> str:
-    """What was raced; in a sweep over `axis` with its value in front."""
+    """What was raced; in a sweep over `axis` with its value in front, over devices with the kind of scaling."""
     task, label = race["task"], f"{axis} {race['at']}: " if axis is not None and "at" in race else ""
+    label = f"{race['kind']} scaling: " if "kind" in race else label
     return (
         f"{label}{task.get('title', task['size'])}: batch {task['batch']}, length {task['length']}, "
         f"{task['flops'] / 1e9:.2f} GFLOP"
@@ -83,8 +85,10 @@ def _print(document: dict[str, Any], file: TextIO, width: int, colour: bool) -> 
 
     console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)
     console.print(escape(place_line(document)))
-    swept = document.get("sweep")
-    for race in document["races"]:
+    swept, scaled = document.get("sweep"), document.get("scaling")
+    if scaled:
+        _print_scaling(console, document)
+    for race in () if scaled else document["races"]:
         console.print()
         console.print(f"[bold]{escape(race_line(race, swept and swept['axis']))}[/]")
         table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
@@ -129,3 +133,55 @@ def _fits(swept: dict[str, Any]) -> Any:
         interval = f"{fit['low']:.2f}-{fit['high']:.2f}"
         table.add_row(escape(name), f"{fit['exponent']:.2f}", interval, f"{fit['last']:.2f}", f"{fit['flops']:.2f}")
     return table
+
+
+SCALING = ("contestant", "devices", "rows", "ms", "quartiles", "speed-up", "95 % interval", "of the ideal", "tokens/s",
+           "MB sent", "loss apart")  # fmt: skip
+
+
+def scaling_rows(document: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
+    """The cells of each contestant and number of devices; a star marks devices that share processors."""
+    rows = [row for row in document["scaling"]["rows"] if row["kind"] == kind]
+    return [
+        (
+            row["contestant"], f"{row['devices']}{'*' if row['shared'] > 1.0 else ''}", str(row["rows"]),
+            f"{row['median'] * 1e3:.2f}", f"{row['q1'] * 1e3:.2f}-{row['q3'] * 1e3:.2f}", f"{row['speedup']:.2f}",
+            f"{row['low']:.2f}-{row['high']:.2f}", f"{row['efficiency']:.0%}", f"{row['tokens_per_second']:,.0f}",
+            f"{row['sent'] / 1e6:.2f}", f"{row['loss_distance']:.1e}",
+        )
+        for row in sorted(rows, key=lambda row: (row["contestant"], row["devices"]))
+    ]  # fmt: skip
+
+
+def scaling_line(document: dict[str, Any], kind: str) -> str:
+    """What was raced: the task of one device, and what grows."""
+    task = next(race["task"] for race in document["races"] if race["kind"] == kind and race["at"] == 1)
+    grows = {"strong": "the same batch for all", "weak": "as many times the rows as devices"}.get(kind)
+    if grows is None:
+        return f"apart: {task['title']}, length {task['length']}, as many runs as devices, which send nothing"
+    return f"{kind} scaling over {document['scaling']['axis']}: {task['title']}, length {task['length']}, {grows}"
+
+
+def _print_scaling(console: Any, document: dict[str, Any]) -> None:
+    """A table for each kind, who has no figures and why, and what it says."""
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    for kind in dict.fromkeys(race["kind"] for race in document["races"]):
+        console.print()
+        console.print(f"[bold]{escape(scaling_line(document, kind))}[/]")
+        table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+        for number, heading in enumerate(SCALING):
+            table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        for cells in scaling_rows(document, kind):
+            table.add_row(*map(escape, cells))
+        if table.row_count:
+            console.print(table)
+    for race in document["races"]:
+        for name, row in race["contestants"].items():
+            if row["status"] != "raced" or "median" not in row:
+                text = f"{race['kind']}, {race['at']} devices: {name}  {_cells(row)[0]}"
+                console.print(escape(text), soft_wrap=True, style="red")
+    for sentence in scaling.sentences(document["scaling"]):
+        console.print(escape(sentence), soft_wrap=True)

@@ -12,6 +12,7 @@ import numpy as np
 from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.cost import step_cost
 from core_numpy.contract.data import batches, byte_tokens, default_text
+from core_numpy.contract.parallel import Layout
 
 SEED = 0
 MEASURES = ("step", "backward", "forward", "decode")
@@ -67,7 +68,9 @@ class Task:
         remat: bool = False,
         measure: str = "step",
         device: str = "cpu",
+        parallel: Mapping[str, int] | None = None,
     ) -> None:
+        """parallel: how an update is laid out over devices; None is one of them."""
         if isinstance(size, str) and size not in SIZES:
             raise ValueError(f"size must be one of {', '.join(SIZES)}; got {size!r}")
         for name, value, known in (
@@ -83,6 +86,7 @@ class Task:
         )
         self.architecture, self.precision, self.remat = architecture, precision, remat
         self.measure, self.device = measure, device
+        self.parallel = None if parallel is None else dict(parallel)
         shape, changes = self.shape, dict(ARCHITECTURES[architecture])
         if changes.get("activation") == "swiglu":
             # Llama's: three matrices of 8/3 the width cost as much as two of four times.
@@ -92,11 +96,13 @@ class Task:
             vocab=256, width=shape.width, heads=shape.heads, layers=shape.layers, max_length=shape.length, **changes
         )
         # A constant rate without warm-up, so that every update counts from the first.
-        self.train = TrainConfig(batch=shape.batch, lr=1e-3, seed=SEED, precision=precision, remat=remat)
+        self.train = TrainConfig(
+            batch=shape.batch, lr=1e-3, seed=SEED, precision=precision, remat=remat, parallel=self.parallel
+        )
 
     def spec(self) -> dict[str, Any]:
         """What `from_spec` makes it of, in another process."""
-        names = ("architecture", "precision", "remat", "measure", "device")
+        names = ("architecture", "precision", "remat", "measure", "device", "parallel")
         return {"size": dataclasses.asdict(self.shape), **{name: getattr(self, name) for name in names}}
 
     @classmethod
@@ -114,7 +120,12 @@ class Task:
         """How a table names it: the size, and what is not the default."""
         plain = {"gpt", "float32", "step", "cpu", ""}
         parts = (self.architecture, self.precision, "remat" if self.remat else "", self.measure, self.device)
-        return ", ".join([self.size, *(part for part in parts if part not in plain)])
+        layout = "" if self.parallel is None else ", ".join(f"{axis} {size}" for axis, size in self.parallel.items())
+        return ", ".join([self.size, *(part for part in (*parts, layout) if part not in plain)])
+
+    @property
+    def devices(self) -> int:
+        return Layout.of(self.parallel).devices
 
     @property
     def loss_tolerance(self) -> float:

@@ -27,10 +27,14 @@ from .device import memory, peaks, probe, stopwatch
 from .task import Task
 
 
-def pin(threads: int | None) -> None:
-    """Keep to `threads` of the allowed processors: XLA has no other way to be told, and the rest obey it too."""
+def pin(threads: int | None, first: int = 0) -> None:
+    """Keep to `threads` of the allowed processors: XLA has no other way to be told, and the rest obey it too.
+
+    first: which of them is the first; where there are too few, those at the front serve once more.
+    """
     if threads is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {allowed[(first + i) % len(allowed)] for i in range(threads)})
 
 
 class Worker:
@@ -118,7 +122,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     threads = os.environ.get("RACE_THREADS")
-    pin(int(threads) if threads else None)
+    pin(int(threads) if threads else None, int(os.environ.get("RACE_FIRST", "0")))
     worker = Worker()
     for line in sys.stdin:
         command = json.loads(line)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..peers import FEATURES
-from ..race.charts import race_charts, sweep_charts
+from ..race import scaling
+from ..race.charts import race_charts, scaling_charts, sweep_charts
 from ..race.sweep import sentences
 from ..race.table import HEADINGS, race_line, table_rows
 from .cases import anchor, case_entries, definitions, features
@@ -232,9 +233,12 @@ def race_section(document: Document, png: bytes | None) -> dict[str, Any]:
                       "charts": charts})  # fmt: skip
     place = document.get("environment", {})
     said = f"{place['processor']}, {place['threads']} threads." if "processor" in place and "threads" in place else ""
-    curves = [(caption, Markup(svg)) for caption, svg in sweep_charts(swept)] if swept else []
+    scaled = document.get("scaling")
+    drawn = (sweep_charts(swept) if swept else []) + (scaling_charts(scaled) if scaled else [])
+    curves = [(caption, Markup(svg)) for caption, svg in drawn]
+    words = (sentences(swept) if swept else []) + (scaling.sentences(scaled) if scaled else [])
     found = {"races": races, "headings": HEADINGS, "png": data_uri(png), "place": said}
-    return found | {"curves": curves, "sentences": sentences(swept) if swept else []}
+    return found | {"curves": curves, "sentences": words}
 
 
 def lab_section(document: Document) -> dict[str, Any]:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from typing import Any
 
 import jax
+import numpy as np
 from parallel_cases import apart, batches, config_of, train_of
 
 import backend_jax as B
+from backend_jax import place
+from backend_jax.processes import connect
+from conformance.devices.collectives import collectives, routes, summed
 
 
 def train(parallel: dict[str, int] | None, model: str, steps: int, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -36,6 +42,18 @@ def compared(parallel: dict[str, int], model: str = "plain", steps: int = 20, **
     return {"parallel": parallel, "model": model, "reports": reports, "params": params, "counts": counts}
 
 
+def compiled(parallel: dict[str, int], window: list[int] | None = None, length: int = 16) -> dict[str, Any]:
+    """What the compiled update of a small model sends on several devices: `length` positions, one batch of 8 rows."""
+    config = config_of("small").replace(window=None if window is None else tuple(window), max_length=length)
+    trainer = B.Trainer(B.Transformer(config, dtype="float64"), train_of(parallel, accumulate=1, ema=None))
+    with place.spread_over(trainer.mesh, True), jax.default_matmul_precision("highest"):
+        scalars = (np.uint32(1), np.float64(1e-3), np.float64(1.0))
+        arrays = trainer._arrays(batches(1, T=length)[0])
+        lowered = trainer._program.step.lower(trainer._params, trainer.state, arrays, *scalars)
+        text = lowered.compile().as_text()
+    return {"sent": summed(collectives(text)), "routes": sorted(routes(text))}
+
+
 def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str, model: str = "small") -> dict[str, Any]:
     """Two updates in one layout, a checkpoint, and one more in another, against three on one device."""
     alone, _ = train(None, model, 3)
@@ -48,16 +66,29 @@ def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str, mod
             "files": files}  # fmt: skip
 
 
+def killed(parallel: dict[str, int], folder: str, victim: int) -> dict[str, Any]:
+    """One process kills itself before the third update; the others' error is their end."""
+    trainer, _ = train(parallel, "small", 2)
+    trainer.save(folder)
+    if jax.process_index() == victim:
+        with open(os.path.join(folder, "killed.txt"), "w", encoding="utf-8") as file:
+            file.write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trainer.step(batches(3)[2])
+
+
 def main(out: str, devices: int, jobs: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", devices)
     if "RANK" in os.environ:
-        jax.distributed.initialize(
-            f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        )
+        connect(f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     found = []
     for job in map(json.loads, jobs):
-        found.append({"compared": compared, "resumed": resumed}[job.pop("do", "compared")](**job))
+        found.append(
+            {"compared": compared, "compiled": compiled, "resumed": resumed, "killed": killed}[
+                job.pop("do", "compared")
+            ](**job)
+        )
     if jax.process_index() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -49,6 +49,20 @@ def sent(parallel: dict[str, int], model: str = "small", **more: Any) -> dict[st
     return {"parallel": parallel, "sent": counted.summed(), "buffer": trainer.flat.data.numel()}
 
 
+def partners(window: list[int] | None, length: int) -> dict[str, Any]:
+    """To whom each process sends in an update whose rows are spread over all of them, and how many messages."""
+    from conformance.devices.sent import Sent
+
+    config = config_of("small").replace(window=None if window is None else tuple(window), max_length=length)
+    layout = {"context": int(os.environ["WORLD_SIZE"])}
+    trainer = B.Trainer(B.Transformer(config, seed=3, dtype="float64"), train_of(layout))
+    with Sent() as counted:
+        trainer.step(batches(1, T=length)[0])
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, counted.to)
+    return {"to": said}
+
+
 def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str) -> dict[str, Any]:
     """Five updates in one layout, a checkpoint, and three more in another, against eight on one process."""
     alone, _ = train(None, "plain", 8)
@@ -82,7 +96,9 @@ def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     found = []
     for job in map(json.loads, jobs):
-        work = {"compared": compared, "sent": sent, "resumed": resumed, "killed": killed}[job.pop("do", "compared")]
+        work = {"compared": compared, "sent": sent, "partners": partners, "resumed": resumed, "killed": killed}[
+            job.pop("do", "compared")
+        ]
         found.append(work(**job))
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:

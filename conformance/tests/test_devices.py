@@ -8,7 +8,7 @@ import pytest
 
 from conformance import devices
 from conformance.devices import Row, table
-from conformance.devices.collectives import collectives, summed
+from conformance.devices.collectives import collectives, routes, summed
 
 HLO = """
   %all-reduce.3 = (f32[128,64]{1,0}, bf16[64]{0}) all-reduce(%a, %b), channel_id=1, replica_groups={{0,1}}
@@ -27,6 +27,14 @@ def test_collectives_are_read_off_a_program_s_text_with_their_bytes():
         "reduce-scatter": {"count": 1, "bytes": 8 * 4 * 4},
         "collective-permute": {"count": 1, "bytes": 20},
     }
+
+
+def test_who_sends_to_whom_is_read_off_a_program_s_text():
+    text = """
+  %a = f32[5]{0} collective-permute(%b), channel_id=3, source_target_pairs={{0,1},{1,2}}, metadata={}
+  %c = f32[5]{0} collective-permute(%d), channel_id=4, source_target_pairs={{3,0}}
+"""
+    assert routes(text) == {(0, 1), (1, 2), (3, 0)} and routes(HLO) == set()
 
 
 def test_a_failed_row_is_the_exit_status_and_stands_in_the_report(monkeypatch, capsys, tmp_path):

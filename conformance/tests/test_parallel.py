@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -100,3 +102,33 @@ def test_numpy_refuses_a_layout_of_a_new_run_and_of_a_resumed_one(tmp_path):
     trainer.save(tmp_path)
     with pytest.raises(ValueError, match=r"config\.parallel must be None: NumPy has one device"):
         C.Trainer.load(tmp_path, parallel={"data": 2})
+
+
+def test_a_press_that_comes_twice_is_one_and_a_second_one_stops_at_once(monkeypatch, capsys):
+    from core_numpy.contract import training_run
+
+    with training_run._interruptible() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # as torchrun passes it on
+        assert interrupted.is_set()
+        assert capsys.readouterr().err.count("finishing this update") == 1
+        monkeypatch.setattr(training_run, "ONE_PRESS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_processes_stop_when_any_of_them_is_interrupted(tmp_path, monkeypatch):
+    """A stand-in for the process that Ctrl-C did not reach: another one says that it was interrupted."""
+    from core_numpy.contract import cli
+
+    asked = []
+
+    class Trainer(C.Trainer):
+        def said_by_any(self, flag):
+            asked.append(flag)
+            return len(asked) > 2
+
+    monkeypatch.setattr(C, "Trainer", Trainer)
+    words = ["train", "--steps", "9", "--batch", "1", "--plain", "--out", str(tmp_path / "run")]
+    assert cli.main(C, words) == 130
+    assert asked == [False] * 3 and C.Trainer.load(tmp_path / "run").updates == 2

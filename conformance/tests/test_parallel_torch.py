@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -93,6 +94,23 @@ def test_what_torch_sends_is_what_the_cost_model_counts(tmp_path, monkeypatch):
         for kind, size in want.items():
             # Buffers are filled up to whole vectors and equal shards: some hundred bytes of a model this small.
             assert 0 <= got[kind] - size <= 0.03 * size, (row, kind, size)
+
+
+@pytest.mark.slow
+def test_with_a_window_up_to_a_piece_processes_send_to_their_neighbours_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import config_of
+
+    from core_numpy.contract.communication import ring_steps
+
+    jobs = [{"do": "partners", "window": window, "length": 32} for window in ([4, 0], None)]
+    near, far = run(4, jobs, tmp_path)
+    # Pieces of 4 positions: process c has pieces c and 7 - c. The neighbours of 0 and of 3 are 1 and 2 alone.
+    assert [sorted(set(to)) for to in near["to"]] == [[1], [0, 2], [1, 3], [2]]
+    assert [sorted(set(to)) for to in far["to"]] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    # Keys and values forward, once more backward, and their gradients back: two arrays each, in two micro-batches.
+    each = [6 * 2 * n for n in (ring_steps(config_of("small").replace(window=(4, 0)), 4, 32, causal=True), 3)]
+    assert max(map(len, near["to"])) == each[0] and [len(to) for to in far["to"]] == [each[1]] * 4
 
 
 def free_port() -> int:
@@ -182,3 +200,30 @@ def test_the_command_line_trains_on_several_processes_and_prints_what_one_prints
         assert done.stdout.count("validation: loss") == 1
     assert len(losses["two"]) == 4
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_ends_all_processes_after_the_same_update_and_saves(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    train = ["-m", "backend_torch", "train", "--steps", "100000", "--plain", "--batch", "4", "--parallel", "data=2"]
+    process = subprocess.Popen(
+        [*launch, *train, "--out", str(tmp_path / "run")], env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith("step"):
+            break
+    # As a terminal does: to the launcher and to whatever it started, and the launcher passes it on.
+    os.killpg(process.pid, signal.SIGINT)
+    said += process.communicate(timeout=280)[0]
+    (folder,) = (tmp_path / "run").glob("step-*")
+    assert f"interrupted: saved {tmp_path / 'run'} after update {int(folder.name[5:])}" in said, said[-3000:]
+    assert "forcefully exiting" not in said and "waited for another one" not in said, said[-3000:]
+    import backend_torch as B
+
+    assert B.Trainer.load(tmp_path / "run").updates == int(folder.name[5:]) > 0

@@ -98,7 +98,7 @@ def test_every_contestant_declares_what_the_table_shows():
     for name, contestant in all_contestants().items():
         assert contestant.name == name and contestant.note and contestant.requires
         assert set(contestant.architectures) <= set(ARCHITECTURES)
-        assert contestant.offers <= {"bfloat16", "remat", "decode"}
+        assert contestant.offers <= {"bfloat16", "remat", "decode", "devices"}
         assert contestant.group in ("numpy", "torch eager", "torch compiled", "jax compiled")
 
 

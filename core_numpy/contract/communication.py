@@ -64,12 +64,14 @@ def local_parameters(config: ModelConfig, layout: Layout) -> tuple[int, int]:
 
 def step_communication(
     config: ModelConfig, layout: Layout, batch: int, length: int, *, itemsize: int = 4, master: int = 4,
-    accumulate: int = 1,
+    accumulate: int = 1, gathers: int = 2,
 ) -> list[Message]:  # fmt: skip
     """The messages of one update on (batch, length); activations have `itemsize` bytes, parameters `master`.
 
-    Parameters are gathered in the type that the products take, `itemsize`; gradients are summed in `master`. Refused:
-    encoder-decoders, which train in layouts without a context axis and are not counted here.
+    Parameters are gathered in the type that the products take, `itemsize`; gradients are summed in `master`. gathers:
+    how often a block's parameters are brought in a micro-batch, 2 where they are given back after the forward pass, as
+    torch's `fully_shard` does, or 1 where a compiler keeps them, as XLA does on a CPU. Refused: encoder-decoders, which
+    train in layouts without a context axis and are not counted here.
     """
     if config.kind == "encoder_decoder":
         raise ValueError("config.kind must be 'decoder' or 'encoder' to count communication; got 'encoder_decoder'")
@@ -80,7 +82,7 @@ def step_communication(
     if layout.fsdp > 1:
         # A block's parameters are given back after its forward pass; the root's stay.
         blocks = _block_parameters(config, layout)
-        gathered = itemsize * (parameters + blocks)
+        gathered = itemsize * (parameters + (require_int("gathers", gathers, 1) - 1) * blocks)
         found.append(Message("fsdp", "all-gather", "parameters", accumulate, gathered, layout.fsdp))
         found.append(Message("fsdp", "reduce-scatter", "gradients", accumulate, master * parameters, layout.fsdp))
     shard = master * parameters // layout.fsdp

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ from .tensor_file import write_whole
 
 # Enough for a mean that moves by less than 0.01 from one draw of windows to another, and seconds on a CPU.
 EVALUATION_BATCHES = 64
+# Seconds in which a second Ctrl-C is the first one, sent on by a launcher; nobody presses twice that fast by intent.
+ONE_PRESS = 0.5
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,13 @@ def run(session: Session, *, every: int | None, as_json: bool, plain: bool, eval
     progress = Progress(trainer.updates, steps, as_json=as_json, plain=plain, unit=session.source.unit,
                         share=session.share)  # fmt: skip
     saved = -1
+    # Several processes stop after the same update, or those that go on would wait for those that have stopped.
+    any_process: Callable[[bool], bool] = getattr(trainer, "said_by_any", bool)
     try:
         progress.message(session.described)
         with RunLog(out, session.name) as log:
             with _interruptible() as interrupted, prefetch(stream) as ahead:
-                while trainer.updates < steps and not interrupted.is_set():
+                while trainer.updates < steps and not any_process(interrupted.is_set()):
                     before = trainer.updates
                     report = trainer.step(next(ahead))
                     if trainer.updates == before:
@@ -283,16 +287,23 @@ def _draw(session: Session, progress: Progress) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets, so that no update is cut in half; a second Ctrl-C stops at once."""
-    event = threading.Event()
+    """An event that Ctrl-C sets, so that no update is cut in half; a second Ctrl-C stops at once.
+
+    One press may come twice: a launcher of processes, torchrun say, passes on what the terminal has sent already.
+    """
+    event, pressed = threading.Event(), [0.0]
     if threading.current_thread() is not threading.main_thread():
         yield event  # only the main thread may take signals
         return
     before = signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: Any) -> None:
+        if event.is_set():
+            if time.monotonic() - pressed[0] > ONE_PRESS:
+                raise KeyboardInterrupt
+            return
         event.set()
-        signal.signal(signal.SIGINT, before)
+        pressed[0] = time.monotonic()
         print("\nfinishing this update; once more to stop at once", file=sys.stderr)
 
     signal.signal(signal.SIGINT, handle)

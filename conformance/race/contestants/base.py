@@ -34,7 +34,8 @@ class Contestant:
     """build(task) imports the framework, makes the model with the task's weights and its optimiser.
 
     requires: modules without which it is left out. framework and compiled name the class in which it is compared.
-    architectures: of `task.ARCHITECTURES`, those that it can build exactly. offers: of "bfloat16", "remat", "decode".
+    architectures: of `task.ARCHITECTURES`, those that it can build exactly. offers: of "bfloat16", "remat", "decode",
+    "devices": several of them.
     loss_tolerance: relative distance allowed to the reference's loss in the first updates; None is the task's own.
     environment: variables of its process, for libraries that read them at import.
     """
@@ -61,6 +62,7 @@ class Contestant:
         if task.architecture not in self.architectures:
             return f"does not build the {task.architecture} architecture"
         wanted = {task.precision: task.precision != "float32", "remat": task.remat, "decode": task.measure == "decode"}
+        wanted["devices"] = task.devices > 1
         lacking = [what for what, asked in wanted.items() if asked and what not in self.offers]
         if lacking:
             return f"does not offer {' and '.join(lacking)}"

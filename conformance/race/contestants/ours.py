@@ -21,6 +21,8 @@ def _ours(package: str, compile: bool | str) -> Callable[[Task], Running]:
         model = backend.Transformer(task.model, seed=SEED, device=device)
         backend.set_params(model, task.params())
         trainer = backend.Trainer(model, task.train.replace(compile=compile))
+        if task.parallel is not None:
+            return Running(lambda batch: trainer.step(batch)["loss"], _wait(package, model, trainer))
         passes = {"core_numpy": _numpy_passes, "backend_torch": _torch_passes, "backend_jax": _jax_passes}[package]
         backward, forward, wait = passes(model, trainer, task, compile is True)
 
@@ -90,13 +92,24 @@ def _jax_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[W
     return backward, forward, wait
 
 
+def _wait(package: str, model: Any, trainer: Any) -> Callable[[], Any]:
+    """On several devices of a CPU: torch's work is done when a step returns; JAX's may be on its way."""
+    if package != "backend_jax":
+        return lambda: None
+    import jax
+    from flax import nnx
+
+    return lambda: jax.block_until_ready((nnx.state(model), trainer.state))
+
+
 ALL = ("gpt", "gpt-unbiased", "llama")
 OFFERS = frozenset({"bfloat16", "remat", "decode"})
+SPREAD = OFFERS | {"devices"}
 CONTESTANTS = [
     Contestant("numpy", _ours("core_numpy", False), ("numpy",), "the reference, in float64", "numpy", False, True, ALL,
                frozenset({"decode", "remat"})),
-    Contestant("torch", _ours("backend_torch", False), ("torch",), "eager", "torch", False, True, ALL, OFFERS),
+    Contestant("torch", _ours("backend_torch", False), ("torch",), "eager", "torch", False, True, ALL, SPREAD),
     Contestant("torch-compiled", _ours("backend_torch", True), ("torch",), "torch.compile", "torch", True, True, ALL,
                OFFERS),
-    Contestant("jax", _ours("backend_jax", "auto"), ("jax", "flax"), "jit", "jax", True, True, ALL, OFFERS),
+    Contestant("jax", _ours("backend_jax", "auto"), ("jax", "flax"), "jit", "jax", True, True, ALL, SPREAD),
 ]  # fmt: skip

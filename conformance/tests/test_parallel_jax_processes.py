@@ -1,0 +1,138 @@
+"""JAX on several processes: who does not come is named, and what happens where one dies in the middle of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+processes = pytest.importorskip("backend_jax.processes")
+
+HERE = Path(__file__).parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def initialised(monkeypatch):
+    """What jax.distributed was asked for; it is not asked here, where JAX runs already."""
+    asked = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *words, **more: asked.append((words, more)))
+    return asked
+
+
+def meet(ranks: list[int], count: int, timeout: float, says: dict[int, int] | None = None) -> dict[int, str]:
+    """What each of `ranks` ends with; a number in `says` is what it calls itself, or how many it believes in."""
+    port, ended = free_port(), {}
+
+    def come(rank: int) -> None:
+        try:
+            processes.connect(f"localhost:{port}", count, (says or {}).get(rank, rank), timeout=timeout)
+            ended[rank] = "connected"
+        except (TimeoutError, ValueError) as error:
+            ended[rank] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return ended
+
+
+def test_processes_that_have_all_come_are_connected_by_jax_itself(initialised):
+    assert meet([2, 0, 1], 3, 20) == dict.fromkeys(range(3), "connected")
+    assert sorted(words[2] for words, _ in initialised) == [0, 1, 2]
+    assert all(more["heartbeat_timeout_seconds"] < 60 for _, more in initialised)
+
+
+def test_a_process_that_does_not_come_is_named_to_all_that_have(initialised):
+    said = "TimeoutError: process 1, 3 of 4 has not come within 3 s"
+    assert meet([0, 2], 4, 3) == {0: said, 2: said} and not initialised
+
+
+def test_without_process_0_the_others_name_it(initialised):
+    assert meet([1], 2, 1) == {1: "TimeoutError: process 0 of 2 has not come within 1 s"}
+
+
+def test_a_number_that_two_processes_have_is_refused_and_the_missing_one_is_named(initialised):
+    ended = meet([0, 1, 2], 3, 2, says={2: 1})
+    assert ended[0] == "TimeoutError: process 2 of 3 has not come within 2 s"
+    assert sorted(ended[rank].split(":")[0] for rank in (1, 2)) == ["TimeoutError", "ValueError"]
+    assert any("did not take rank 1" in said for said in ended.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("localhost:1", 2, 2), ValueError, r"rank must be from 0 to processes - 1 \(1\); got 2"),
+        (("localhost:1", 2, -1), ValueError, "rank must be"),
+        (("localhost:1", 0, 0), ValueError, "processes must be"),
+        (("localhost:1", 2, "0"), TypeError, "rank must be"),
+        (("localhost", 2, 0), ValueError, "coordinator must be host:port"),
+        ((":80", 2, 0), ValueError, "coordinator must be host:port"),
+        (("host:port", 2, 0), ValueError, "coordinator must be host:port"),
+    ],
+)
+def test_wrong_arguments_of_connect_are_refused(arguments, error, words, initialised):
+    with pytest.raises(error, match=words):
+        processes.connect(*arguments)
+    assert not initialised
+
+
+def start(count: int, job: dict, out: Path, port: int, rank: int, devices: int = 1) -> subprocess.Popen:
+    environment = {
+        **os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(HERE.parents[1]), "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "RANK": str(rank),
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "parallel_jax.py"), str(out), str(devices), json.dumps(job)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_process_is_killed_the_others_end_inside_a_minute_and_the_checkpoint_resumes(tmp_path, victim):
+    folder, port = tmp_path / "run", free_port()
+    job = {"do": "killed", "parallel": {"fsdp": 2}, "folder": str(folder), "victim": victim}
+    started = [start(2, job, tmp_path / "out.json", port, rank) for rank in range(2)]
+    words = [process.communicate(timeout=800)[1] for process in started]
+    ended = time.time()
+    assert started[victim].returncode == -signal.SIGKILL, words[victim][-2000:]
+    other = 1 - victim
+    assert started[other].returncode not in (0, None)
+    assert ended - float((folder / "killed.txt").read_text()) < 60
+    assert f"ConnectionError: process {other} of 2 waited for another one that has gone" in words[other]
+    assert "at update 3: start the run again from its last checkpoint" in words[other]
+    import core_numpy as C
+
+    again = C.Trainer.load(folder)
+    assert again.updates == 2 and all(np.isfinite(x).all() for x in C.get_params(again.model).values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_with_other_configurations_refuse_before_the_first_step(tmp_path):
+    port = free_port()
+    jobs = [{"parallel": {"data": 2}, "model": "small", "steps": 1, "lr": lr} for lr in (0.01, 0.02)]
+    started = [start(2, job, tmp_path / "out.json", port, rank) for rank, job in enumerate(jobs)]
+    words = [process.communicate(timeout=800)[1] for process in started]
+    assert all(process.returncode != 0 for process in started)
+    for rank in range(2):
+        assert f"all processes must have the same TrainConfig: process {1 - rank} has" in words[rank], words[rank][
+            -2000:
+        ]
