@@ -62,6 +62,7 @@ def tile(p: Problem, piece: Piece, masks: dict[tuple[int, ...], Tensor], flash: 
     if plain and isinstance(see.offset, int):  # inner pieces of a band share one mask, and have no unseen keys
         name = (i1 - i0, j1 - j0, i0 + see.offset - j0)
         if name not in masks:
+            masks.clear()  # pieces come in order; those of a one-sided band share none, and all together are quadratic
             masks[name] = visible(see, q.device, piece.n, piece.q, piece.k)
         return Tile(q, k, v, masks[name], piece)
     mask = visible(see, q.device, piece.n, piece.q, piece.k)

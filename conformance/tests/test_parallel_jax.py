@@ -108,7 +108,7 @@ def test_what_xla_sends_is_what_the_cost_model_counts(tmp_path, monkeypatch):
         assert got.keys() == want.keys(), (layout, got, want)
         for kind, size in want.items():
             # Beyond that loss, counts and norms, and the few parameters that fsdp does not divide.
-            assert 0 <= got[kind] - size <= 0.03 * size, (layout, kind, got, want)
+            assert 0 <= got[kind] - size <= 0.05 * size, (layout, kind, got, want)
 
 
 @pytest.mark.slow
