@@ -114,3 +114,18 @@ def test_half_precision_read_into_float32_is_exact(package, dtype, tmp_path):
         want = params[name].astype(np.float32)
         assert x.dtype == np.float32 and np.array_equal(x, want, equal_nan=True)
         assert np.array_equal(np.signbit(x), np.signbit(want)), name
+
+
+def test_each_parameter_of_torch_has_a_storage_of_its_own(tmp_path):
+    """They share one piece of memory, and nothing that torch knows of: files and copies of one hold that one alone."""
+    B = load("backend_torch")
+    config = B.ModelConfig(vocab=13, width=6, heads=3, layers=1, max_length=5, **FAMILIES["gpt2"])
+    B.Transformer(config).save_pretrained(tmp_path)
+    model = B.Transformer.from_pretrained(tmp_path)
+    storages = [p.untyped_storage() for p in model.parameters()]
+    assert [len(each) for each in storages] == [p.nbytes for p in model.parameters()]
+    assert len({each.data_ptr() for each in storages}) == len(storages)
+    assert all(p.is_leaf and p.requires_grad and p.data_ptr() % 64 == 0 for p in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.to("meta").embedding.weight.is_meta
