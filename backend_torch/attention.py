@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from core_numpy.contract.checks.attention import AttentionPlan, attention_plan, check_attention_values, check_merge
 from core_numpy.contract.checks.kernels import Kernel, check_kernel
@@ -19,11 +20,12 @@ from .dense import accumulation, dense
 from .flex import flex
 from .fused import is_flag, plain, sdpa
 from .kernels import KERNELS, Call, choose, explain
-from .known import Form, Known, form, keep, recall
+from .known import Form, Known, form, keep, keep_plain, plain_form, recall, recall_plain
 from .place import placed_key
 from .registered import blockwise
 from .visibility import Visibility
 
+AUTO = "auto"
 # The keyword arguments of `attention`, in their order.
 Options = tuple[Any, ...]
 
@@ -55,14 +57,21 @@ def attention(
     every case the same meaning; works under torch.compile, torch.export and torch.func. Autocast does not reach
     inside: q's dtype decides. On a CPU float16 is computed in float32 throughout.
     """
+    short = None
+    # The plainest calls have the shortest way: with few positions every microsecond of checks shows.
+    alone = mask is bias is window is q_offset is kv_lengths is q_segments is kv_segments is sinks is scale is None
+    if alone and softcap is dropout_key is None and kernel is AUTO and dropout_rate == 0.0 and not is_compiling():
+        short = plain_form(q, k, v, causal, dropout_rate)
+        found = recall_plain(short)
+        if found is not None:
+            return plain(q, k, v, *found)
     options = (
         mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
         dropout_key, kernel,
     )  # fmt: skip
-    name, known = _remembered(q, k, v, False, options)
-    if known is not None and known.plain is not None and not torch._C._is_any_autocast_enabled():
-        return plain(q, k, v, *known.plain, known.plan.scale)
-    call, chosen = _asked(q, k, v, False, options, name, known)
+    call, chosen = _asked(q, k, v, False, options, *_remembered(q, k, v, False, options))
+    if short is not None:
+        keep_plain(short, _plain(call, chosen))
     out, _ = _as_given(_run, chosen, call)
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
@@ -187,7 +196,7 @@ def explain_kernel(
 
 def _remembered(q: Any, k: Any, v: Any, wants_lse: bool, options: Options) -> tuple[Form | None, Known | None]:
     """The form of an eager call, and what is known of it."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None, None
     name = form(q, k, v, wants_lse, *options)
     return name, recall(name)
@@ -233,7 +242,7 @@ def _asked(
     if known is not None:
         return call, known.kernel
     chosen = choose(kernel, call)
-    keep(name, Known(plan, chosen, left, right, _plain(call, chosen)))
+    keep(name, Known(plan, chosen, left, right))
     return call, chosen
 
 
@@ -242,7 +251,7 @@ def _band(plan: AttentionPlan) -> tuple[int | None, int | None]:
     left, right = plan.window or (None, None)
     right = 0 if plan.causal else right
     # Not while traced: there a comparison of lengths would tie the program to them.
-    if plan.q_offset is not None and not torch.compiler.is_compiling():
+    if plan.q_offset is not None and not is_compiling():
         if left is not None and left >= plan.T - 1 + plan.q_offset:
             left = None
         if right is not None and right >= plan.S - 1 - plan.q_offset:
@@ -250,8 +259,8 @@ def _band(plan: AttentionPlan) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _plain(call: Call, chosen: str) -> tuple[bool, bool] | None:
-    """(is_causal, enable_gqa) where q, k and v as they came and these two are all that torch's fused kernel needs."""
+def _plain(call: Call, chosen: str) -> tuple[bool, bool, float] | None:
+    """(is_causal, enable_gqa, scale) where these and q, k and v as they came are all that torch's kernel needs."""
     see, plan = call.see, call.plan
     if chosen != "sdpa" or len(plan.batch) != 1 or plan.Dv != plan.D or _wide(call) or _empty(call):
         return None
@@ -259,7 +268,7 @@ def _plain(call: Call, chosen: str) -> tuple[bool, bool] | None:
         return None
     if see.banded and not (is_flag(see, plan.scale) and plan.T >= plan.S):
         return None
-    return see.banded, plan.G != plan.H
+    return see.banded, plan.G != plan.H, plan.scale
 
 
 def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:

@@ -25,19 +25,33 @@ Form = tuple[Any, ...]
 
 
 class Known(NamedTuple):
-    """What follows from a form. plain: (is_causal, enable_gqa) where torch's fused kernel takes q, k and v as they are.
-
-    left, right: the band, as in `Visibility`.
-    """
+    """What follows from a form. left, right: the band, as in `Visibility`."""
 
     plan: AttentionPlan
     kernel: str
     left: int | None
     right: int | None
-    plain: tuple[bool, bool] | None
 
 
 _known: dict[Form, Known] = {}
+# Calls that torch's fused kernel takes as they are, all other arguments those by default: (shapes of q, k and v, dtype,
+# whether on the CPU, causal) -> (is_causal, enable_gqa, scale).
+_plain: dict[Form, tuple[bool, bool, float]] = {}
+
+_transforms = torch._C._functorch.peek_interpreter_stack
+_autocast = torch._C._is_any_autocast_enabled
+
+
+def plain_form(q: Any, k: Any, v: Any, causal: Any, dropout_rate: Any) -> Form | None:
+    """The key of a call whose other arguments are those by default, or None. Not for use while torch.compile traces."""
+    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
+        return None
+    if type(causal) is not bool or type(dropout_rate) is not float:
+        return None
+    dtype = q.dtype
+    if k.dtype is not dtype or v.dtype is not dtype or _transforms() is not None or _autocast():
+        return None
+    return (q.shape, k.shape, v.shape, dtype, q.is_cpu, causal)
 
 
 def form(
@@ -52,7 +66,7 @@ def form(
         return None
     if dropout_key is not None or type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # shapes are those of one element there
+    if _transforms() is not None:  # shapes are those of one element there
         return None
     if window is not None and (
         type(window) is not tuple or len(window) != 2 or type(window[0]) not in _SIDES or type(window[1]) not in _SIDES
@@ -80,10 +94,25 @@ def recall(name: Form | None) -> Known | None:
     return None if name is None else _known.get(name)
 
 
+def recall_plain(name: Form | None) -> tuple[bool, bool, float] | None:
+    return None if name is None else _plain.get(name)
+
+
 def keep(name: Form | None, known: Known) -> None:
-    """Remember a form that was found right; where they are too many, all are forgotten."""
+    """Remember a form that was found right."""
+    _keep(_known, name, known)
+
+
+def keep_plain(name: Form | None, rest: tuple[bool, bool, float] | None) -> None:
+    """Remember a plain call that was found right, and to be torch's own."""
+    if rest is not None:
+        _keep(_plain, name, rest)
+
+
+def _keep(forms: dict[Form, Any], name: Form | None, found: Any) -> None:
+    """Where they are too many, all are forgotten."""
     if name is None:
         return
-    if len(_known) >= MOST:
-        _known.clear()
-    _known[name] = known
+    if len(forms) >= MOST:
+        forms.clear()
+    forms[name] = found

@@ -21,6 +21,7 @@ from conformance.tests import refusals_attention as refusals  # noqa: E402
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(known, "_known", {})
+    monkeypatch.setattr(known, "_plain", {})
 
 
 def _tensors(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -208,4 +209,5 @@ def test_no_more_forms_are_kept_than_said(monkeypatch):
     for length in range(1, 9):
         q, k, v = _qkv(T=length, S=length)
         assert attention(q, k, v).shape == q.shape
-        assert 1 <= len(known._known) <= 3
+        attention(q, k, v, scale=1.0)
+        assert 1 <= len(known._plain) <= 3 and 1 <= len(known._known) <= 3
