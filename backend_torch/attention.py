@@ -59,9 +59,9 @@ def attention(
     """
     short = None
     # The plainest calls have the shortest way: with few positions every microsecond of checks shows.
-    alone = mask is bias is window is q_offset is kv_lengths is q_segments is kv_segments is sinks is scale is None
+    alone = mask is bias is window is kv_lengths is q_segments is kv_segments is sinks is scale is None
     if alone and softcap is dropout_key is None and kernel is AUTO and dropout_rate == 0.0 and not is_compiling():
-        short = plain_form(q, k, v, causal, dropout_rate)
+        short = plain_form(q, k, v, causal, q_offset, dropout_rate)
         found = recall_plain(short)
         if found is not None:
             return plain(q, k, v, *found)

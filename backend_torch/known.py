@@ -35,23 +35,23 @@ class Known(NamedTuple):
 
 _known: dict[Form, Known] = {}
 # Calls that torch's fused kernel takes as they are, all other arguments those by default: (shapes of q, k and v, dtype,
-# whether on the CPU, causal) -> (is_causal, enable_gqa, scale).
+# whether on the CPU, causal, q_offset) -> (is_causal, enable_gqa, scale).
 _plain: dict[Form, tuple[bool, bool, float]] = {}
 
 _transforms = torch._C._functorch.peek_interpreter_stack
 _autocast = torch._C._is_any_autocast_enabled
 
 
-def plain_form(q: Any, k: Any, v: Any, causal: Any, dropout_rate: Any) -> Form | None:
+def plain_form(q: Any, k: Any, v: Any, causal: Any, q_offset: Any, dropout_rate: Any) -> Form | None:
     """The key of a call whose other arguments are those by default, or None. Not for use while torch.compile traces."""
     if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return None
-    if type(causal) is not bool or type(dropout_rate) is not float:
+    if type(causal) is not bool or type(q_offset) not in _SIDES or type(dropout_rate) is not float:
         return None
     dtype = q.dtype
     if k.dtype is not dtype or v.dtype is not dtype or _transforms() is not None or _autocast():
         return None
-    return (q.shape, k.shape, v.shape, dtype, q.is_cpu, causal)
+    return (q.shape, k.shape, v.shape, dtype, q.is_cpu, causal, q_offset)
 
 
 def form(

@@ -185,6 +185,16 @@ def test_two_bands_of_one_size_are_two():
             assert torch.equal(out, other) == (n // 2 == m // 2)
 
 
+def test_a_plain_call_with_another_offset_is_another_call():
+    q, k, v = _qkv()
+    for offset in (0, 3, -1, None, 0, 3, -1, None):
+        shown = torch.ones(5, 5, dtype=torch.bool).tril(offset or 0)
+        expected = attention(q, k, v, mask=shown, kernel="dense")
+        torch.testing.assert_close(attention(q, k, v, causal=True, q_offset=offset), expected)
+    with pytest.raises(TypeError, match="q_offset must be an integer"):
+        attention(q, k, v, causal=True, q_offset=False)
+
+
 def test_autocast_and_strides_do_not_reach_a_remembered_call():
     q, k, v = _qkv(dtype=torch.float32)
     expected = [attention(q, k, v) for _ in range(2)][1]
