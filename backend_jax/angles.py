@@ -8,6 +8,7 @@ in wrapping uint32 arithmetic, and only the last step, within an eighth of a tur
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,17 @@ def cos_sin(positions: jax.Array, frequencies: jax.Array | np.ndarray) -> tuple[
     A NumPy array of frequencies is read on the host, in float64; a JAX array may be traced and has a gradient.
     """
     if x64():
-        angles = positions.astype(jnp.float64)[..., None] * jnp.asarray(frequencies, dtype=jnp.float64)
-        return jnp.cos(angles), jnp.sin(angles)
+        return _wide(positions, frequencies)
     if isinstance(frequencies, np.ndarray):
-        high, low = _host_turns(frequencies)
-        return _turn(positions, jnp.asarray(high), jnp.asarray(low), jnp.asarray(frequencies < 0))
+        return _turn(positions, *_host_turns(frequencies), frequencies < 0)
     return _differentiable(frequencies.astype(jnp.float32), positions)
+
+
+# One program where a table is made by itself, in place of one for each operation; inside others' programs no trace.
+@partial(jax.jit, inline=True)
+def _wide(positions: jax.Array, frequencies: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+    angles = positions.astype(jnp.float64)[..., None] * jnp.asarray(frequencies, dtype=jnp.float64)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 @jax.custom_jvp
@@ -68,6 +74,7 @@ def _host_turns(frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(high, dtype=np.uint32), np.array(low, dtype=np.uint32)
 
 
+@partial(jax.jit, inline=True)
 def _device_turns(frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same from the bits of a float32: m times a row of TURNS, of which the upper two words are kept."""
     bits = jax.lax.bitcast_convert_type(frequencies, jnp.uint32)
@@ -80,13 +87,16 @@ def _device_turns(frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     return m * first + upper(m, second) + carry, low
 
 
-def _turn(positions: jax.Array, high: jax.Array, low: jax.Array, backwards: jax.Array) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, inline=True)
+def _turn(
+    positions: jax.Array, high: jax.Array | np.ndarray, low: jax.Array | np.ndarray, backwards: jax.Array | np.ndarray
+) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of |p| times a fraction of a turn, the sine's sign changed where p or f is negative."""
     p = positions[..., None]
     unsigned = jnp.issubdtype(p.dtype, jnp.unsignedinteger)
     steps = (p if unsigned else jnp.abs(p.astype(jnp.int32))).astype(jnp.uint32)
     # Half a quadrant more, so that the quadrant is the nearest one and the rest is within an eighth of a turn.
-    turn = steps * high + upper(steps, low) + jnp.uint32(1 << 29)
+    turn = steps * high + upper(steps, jnp.asarray(low)) + jnp.uint32(1 << 29)
     quadrant = turn >> 30
     rest = (turn & ((1 << 30) - 1)).astype(jnp.int32) - (1 << 29)
     angle = rest.astype(jnp.float32) * np.float32(2.0 * math.pi / WORD)

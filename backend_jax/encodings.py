@@ -6,6 +6,8 @@ in integer arithmetic (`angles`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,12 +54,7 @@ def sinusoidal_encoding(
     width, base = check_sinusoidal(positions, width, base, layout, dtype)
     require_x64("dtype", dtype, x64())
     cos, sin = cos_sin(jnp.asarray(positions), 1.0 / base ** (np.arange(0, width, 2) / width))
-    if layout == "interleaved":
-        # An odd width has one sine more: the last cosine is cut off.
-        out = jnp.stack([sin, cos], axis=-1).reshape(*sin.shape[:-1], -1)[..., :width]
-    else:
-        out = jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
-    return out.astype(dtype)
+    return _joined(sin, cos, width, layout, dtype)
 
 
 def rotary_frequencies(
@@ -91,16 +88,7 @@ def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str = 
     Computed in float32 at least, float64 for float64. Rules: core_numpy.encodings.
     """
     rotated = check_apply_rotary(x, cos, sin, layout)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    cos, sin = _over_heads(cos.astype(wide)), _over_heads(sin.astype(wide))
-    turning, passing = x[..., :rotated].astype(wide), x[..., rotated:]
-    if layout == "half":
-        a, b = jnp.split(turning, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    else:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turning.shape)
-    return jnp.concatenate([turned.astype(x.dtype), passing], axis=-1)
+    return _rotate(x, cos, sin, rotated, layout)
 
 
 def permute_rotary(
@@ -110,12 +98,7 @@ def permute_rotary(
     heads, size, rotated = check_permute(weight, heads, source, target, rotary_dim)
     if source == target:
         return weight
-    by_head = weight.reshape(*weight.shape[:-1], heads, size)
-    # (pair, member) in the interleaved layout is (member, pair) in the half layout.
-    grid = (rotated // 2, 2) if source == "interleaved" else (2, rotated // 2)
-    turning = by_head[..., :rotated].reshape(*by_head.shape[:-1], *grid).swapaxes(-1, -2)
-    turning = turning.reshape(*by_head.shape[:-1], rotated)
-    return jnp.concatenate([turning, by_head[..., rotated:]], axis=-1).reshape(weight.shape)
+    return _permute(weight, heads, size, rotated, source)
 
 
 def alibi_slopes(heads: int, *, dtype: str = "float32") -> jax.Array:
@@ -148,12 +131,7 @@ def relative_buckets(
 ) -> jax.Array:
     """T5's bucket of every pair: int32 (T, S), or (B, T, S). Rules: core_numpy.encodings."""
     each, max_distance = check_buckets(buckets, max_distance, bidirectional)
-    relative = _relative(*check_distances(T, S, q_offset), q_offset)
-    distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)
-    # A start past the largest int32 is one that no distance reaches.
-    starts = np.array([start for start in bucket_starts(each, max_distance) if start < 2**31], dtype=np.int32)
-    bucket = jnp.searchsorted(jnp.asarray(starts), distance, side="right").astype(jnp.int32)
-    return jnp.where(relative > 0, bucket + each, bucket) if bidirectional else bucket
+    return _buckets(*check_distances(T, S, q_offset), each, max_distance, bidirectional, q_offset)
 
 
 def relative_bias(
@@ -174,9 +152,53 @@ def relative_bias(
     return jnp.moveaxis(jnp.asarray(table).at[bucket].get(mode="promise_in_bounds"), -1, -3)
 
 
+@partial(jax.jit, static_argnames=("rotated", "layout"), inline=True)
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, rotated: int, layout: str) -> jax.Array:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    cos, sin = _over_heads(cos.astype(wide)), _over_heads(sin.astype(wide))
+    turning, passing = x[..., :rotated].astype(wide), x[..., rotated:]
+    if layout == "half":
+        a, b = jnp.split(turning, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    else:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turning.shape)
+    return jnp.concatenate([turned.astype(x.dtype), passing], axis=-1)
+
+
+@partial(jax.jit, static_argnames=("heads", "size", "rotated", "source"), inline=True)
+def _permute(weight: jax.Array, heads: int, size: int, rotated: int, source: str) -> jax.Array:
+    by_head = weight.reshape(*weight.shape[:-1], heads, size)
+    # (pair, member) in the interleaved layout is (member, pair) in the half layout.
+    grid = (rotated // 2, 2) if source == "interleaved" else (2, rotated // 2)
+    turning = by_head[..., :rotated].reshape(*by_head.shape[:-1], *grid).swapaxes(-1, -2)
+    turning = turning.reshape(*by_head.shape[:-1], rotated)
+    return jnp.concatenate([turning, by_head[..., rotated:]], axis=-1).reshape(weight.shape)
+
+
+@partial(jax.jit, static_argnames=("width", "layout", "dtype"), inline=True)
+def _joined(sin: jax.Array, cos: jax.Array, width: int, layout: str, dtype: str) -> jax.Array:
+    if layout == "interleaved":
+        # An odd width has one sine more: the last cosine is cut off.
+        out = jnp.stack([sin, cos], axis=-1).reshape(*sin.shape[:-1], -1)[..., :width]
+    else:
+        out = jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
+    return out.astype(dtype)
+
+
 def _over_heads(table: jax.Array) -> jax.Array:
     """(batch, T, r) -> (batch, 1, T, r); (T, r) stays."""
     return table if table.ndim == 2 else table[..., None, :, :]
+
+
+@partial(jax.jit, static_argnames=("T", "S", "each", "max_distance", "bidirectional"), inline=True)
+def _buckets(T: int, S: int, each: int, max_distance: int, bidirectional: bool, q_offset: int | jax.Array) -> jax.Array:
+    relative = _relative(T, S, q_offset)
+    distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)
+    # A start past the largest int32 is one that no distance reaches.
+    starts = np.array([start for start in bucket_starts(each, max_distance) if start < 2**31], dtype=np.int32)
+    bucket = jnp.searchsorted(jnp.asarray(starts), distance, side="right").astype(jnp.int32)
+    return jnp.where(relative > 0, bucket + each, bucket) if bidirectional else bucket
 
 
 def _slopes(heads: int) -> np.ndarray:

@@ -74,7 +74,13 @@ WHAT = {
 }
 
 KERNELS: dict[str, Kernel] = {
-    name: Kernel(name, tuple(why for _, why in rows), twice=name in ("xla", "dense"), shields="keys")
+    name: Kernel(
+        name,
+        tuple(why for _, why in rows),
+        twice=name in ("xla", "dense"),
+        shields="keys",
+        weights="stored" if name == "xla" else "wide",
+    )
     for name, rows in REFUSES.items()
 }
 

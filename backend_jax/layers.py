@@ -119,6 +119,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return drop_where(x, rate, random.uniform(key, x.shape) >= 1.0 - rate)
 
 
+@_whole("rate")
 def drop_where(x: jax.Array, rate: float, dropped: jax.Array) -> jax.Array:
     """`dropout` of a choice that is made, unchecked."""
     if rate == 1.0:

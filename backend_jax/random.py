@@ -7,6 +7,7 @@ implementation; a test holds the two equal. Keys are raw uint32 (2,) arrays; eve
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,9 +55,7 @@ def fold_in(key: jax.Array, data: int | jax.Array) -> jax.Array:
 
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """uint32 of the given shape, every bit fair. Rules: core_numpy.random."""
-    shape = check_shape(key, shape)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return _bits(key, *_index_words(shape, strides))
+    return _shaped(key, check_shape(key, shape))
 
 
 def bits_at(key: jax.Array, low: jax.Array, high: jax.Array | int = 0) -> jax.Array:
@@ -106,11 +105,19 @@ def categorical(key: jax.Array, logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits.astype(wide) - jnp.log(-jnp.log(u)), axis=-1).astype(jnp.int32)
 
 
+# One program where bits are drawn by themselves, in place of one for each operation; inside others' programs no trace.
+@partial(jax.jit, static_argnames="shape", inline=True)
+def _shaped(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return _bits(key, *_index_words(shape, strides))
+
+
 def _bits(key: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     first, second = _threefry(key, high, low)
     return first ^ second
 
 
+@partial(jax.jit, inline=True)
 def _to_uniform(bits: jax.Array) -> jax.Array:
     return (bits >> 9).astype(jnp.float32) * np.float32(2.0**-23)
 

@@ -5,7 +5,8 @@ An input is a number, a string, or a table with one of
     {shape, density}                booleans, True with this probability. `dead`: every so manieth row is all False
     {shape, low, high}              integers from low to high - 1
     {shape, segments}               ids 0, 1, ... of so many parts of the last axis. `padding`: so many -1 at its end
-    {values, dtype}                 a literal; dtype "run" (the default for floats), "bool" or an integer type
+    {values, dtype}                 a literal; dtype "run" (the default for floats), "bool" or an integer type.
+                                    `reshape`: its shape. `repeat`: its rows so many times, one after the other
     {key}                           a random key made from a seed
     {tree}                          a list of inputs, for functions that take sequences
 The seed of each array is the CRC-32 of the case's id and the input's name: adding a case changes no other.
@@ -77,7 +78,8 @@ def _segments(shape: tuple[int, ...], segments: int, padding: int) -> np.ndarray
 def _literal(spec: dict[str, Any]) -> np.ndarray:
     dtype = spec.get("dtype", "run")
     values = np.array(_special(spec["values"]), dtype=np.float64 if dtype == "run" else dtype)
-    return values.reshape(spec["reshape"]) if "reshape" in spec else values
+    values = values.reshape(spec["reshape"]) if "reshape" in spec else values
+    return np.concatenate([values] * spec["repeat"], axis=-2) if "repeat" in spec else values
 
 
 def _special(values: Any) -> Any:

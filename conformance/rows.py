@@ -20,7 +20,8 @@ class Case:
 
     Exactly one verb: `agrees` (with the float64 oracle; the default), `equals` (literal results by name), `refuses`
     ({type, phrase}), `unchanged` (name of an input: replacing its values by the row's `replaced` leaves
-    every result and gradient bit for bit as it was).
+    every result and gradient bit for bit as it was). wide_weights: not for kernels that say of themselves that they
+    store the weights of half types after dividing them by their sum.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Case:
     dtypes: tuple[str, ...] = ALL
     level: str = "quick"
     kernels: bool = False
+    wide_weights: bool = False
     tolerance: float = 0.0
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..functions import FUNCTIONS
@@ -22,7 +21,8 @@ class JaxTarget(Target):
 
     def array(self, x: np.ndarray, *, strided: bool = False) -> Any:
         # JAX arrays have no strides to get wrong; the values pass through a strided buffer all the same.
-        return jnp.asarray(super().array(x, strided=strided))
+        # jnp.asarray would compile a program for each shape and dtype. Of a copy, whose memory JAX may keep.
+        return jax.device_put(np.array(super().array(x, strided=strided)))
 
     def numpy(self, x: Any) -> np.ndarray:
         return np.asarray(x) if isinstance(x, jax.Array) else super().numpy(x)
@@ -40,9 +40,9 @@ class JaxTarget(Target):
         outs, pull = jax.vjp(apply, {name: native[name] for name in wrt})
         given: Any
         if isinstance(outs, tuple | list):
-            given = type(outs)(jnp.asarray(x).astype(o.dtype) for x, o in zip(cotangents.values(), outs, strict=True))
+            given = type(outs)(self.array(x).astype(o.dtype) for x, o in zip(cotangents.values(), outs, strict=True))
         else:
-            given = jnp.asarray(next(iter(cotangents.values()))).astype(outs.dtype)
+            given = self.array(next(iter(cotangents.values()))).astype(outs.dtype)
         (grads,) = pull(given)
         return {name: self.numpy(grads[name]) for name in wrt}
 

@@ -54,6 +54,15 @@ class Target:
         chosen = known.values() if kernel == "auto" else [known[kernel]]
         return all(getattr(one, "shields", "keys") == "pairs" for one in chosen)
 
+    def stores_weights(self, kernel: str) -> bool:
+        """Whether this kernel says that it rounds the quotients of the softmax to a half type; "auto" may be any."""
+        listing = getattr(self.module, "available_kernels", None)
+        if not callable(listing):
+            return False
+        known = listing()
+        chosen = known.values() if kernel == "auto" else [known[kernel]]
+        return any(getattr(one, "weights", "wide") == "stored" for one in chosen)
+
     def dtypes(self) -> tuple[str, ...]:
         return tuple(getattr(self.module, "DTYPES", ("float64", "float32", "bfloat16", "float16")))
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from conformance.tests.inputs_attention import check_close, inputs, normal
 from core_numpy import (
     attention,
     attention_weights,
@@ -25,25 +26,6 @@ from core_numpy.rounding import rounded
 
 NAN, INF = np.nan, np.inf
 KEY = np.array([3, 4], dtype=np.uint32)
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).normal(size=shape)
-
-
-def check_close(got, want, tolerance: float = 1e-12) -> None:
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
-
-
-def inputs(*, batch=(2,), H=6, G=3, T=4, S=7, D=5, Dv=8, seed=0, dtype=np.float64):
-    q, k, v = (
-        normal(*batch, H, T, D, seed=seed),
-        normal(*batch, G, S, D, seed=seed),
-        normal(*batch, G, S, Dv, seed=seed),
-    )
-    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
 # ---------------------------------------------------------------- large scores, many keys, dtypes, empty axes

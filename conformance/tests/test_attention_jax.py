@@ -16,6 +16,7 @@ import ml_dtypes  # noqa: E402
 
 import backend_jax  # noqa: E402
 import core_numpy  # noqa: E402
+from conformance.tests.inputs_attention import check_close, normal  # noqa: E402
 from conformance.tests.mix_attention import ROWS, arguments, identity  # noqa: E402
 from core_numpy.gradients import attention_with_lse_vjp  # noqa: E402
 
@@ -55,19 +56,9 @@ def cut(way, monkeypatch):
         module._run.clear_cache()
 
 
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).normal(size=shape)
-
-
 def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7, seed=0, dtype=np.float32):
     q, k, v = normal(B, H, T, D, seed=seed), normal(B, G, S, D, seed=seed), normal(B, G, S, Dv, seed=seed)
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
-
-
-def check_close(got, want, tolerance: float = 1e-12) -> None:
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
 
 
 def check_agreement(x, keywords, kernel, tolerance=1e-12):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conformance import workers
 from conformance.__main__ import main
 from conformance.rows import load_cases
 from conformance.runner import ABSENT, FAILED, PASSED, run_case
@@ -73,6 +74,20 @@ def test_without_gradients_the_result_is_judged_and_the_rest_named(module):
     assert {(r.status, r.detail) for r in results} == {(PASSED, "gradients not offered: no gradients.attention_vjp")}
     wrong = judge(module(RIGHT.replace("-0.5", "-0.4")))[:2]
     assert {r.status for r in wrong} == {FAILED} and "error budget" in wrong[0].detail
+
+
+def test_without_gradients_masked_nans_are_judged_too(module):
+    """The case compares bits before and after, results and gradients; what has no gradients has its results judged."""
+    masked = RIGHT.replace("scale=None):", "scale=None, mask=None):").replace(
+        "    p = ", "    s = np.where(True if mask is None else mask, s, -np.inf)\n    p = "
+    )
+    shielded = masked.replace("    s = (q", "    v = np.where(np.isnan(v), 0, v)\n    s = (q")
+    in_place = masked.replace("    s = (q", "    v[np.isnan(v)] = 0\n    s = (q")
+    results = judge(module(shielded), "attention-masked-nan-mask")
+    assert {(r.status, r.detail) for r in results} == {(PASSED, "gradients not offered: no gradients.attention_vjp")}
+    wrong = judge(module(masked), "attention-masked-nan-mask")
+    assert {r.status for r in wrong} == {FAILED} and "out with v at nan must be exactly" in wrong[0].detail
+    assert details(judge(module(in_place), "attention-masked-nan-mask")) == {"attention wrote into its argument v"}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +252,23 @@ def test_what_a_torch_target_does_wrong_is_said_plainly(module):
     assert "must return one array; got a list" in first.detail
     (first, *_) = judge(module(text + "    x.zero_()\n    return out\n", "other_target"), "softmax")
     assert first.detail == "softmax wrote into its argument x"
+
+
+# --- how fast they compile
+
+
+def test_the_quick_level_compiles_with_flags_that_the_installed_xla_knows(monkeypatch):
+    """XLA ends the process for a flag that it does not know."""
+    pytest.importorskip("jax")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    settings = workers.quick_settings()
+    if workers._known_to_xla(workers.EMITTERS):
+        assert settings["XLA_FLAGS"] == f"--xla_dump_to=here --{workers.EMITTERS}=false"
+    monkeypatch.setenv("XLA_FLAGS", f"--{workers.EMITTERS}=true")
+    assert workers.quick_settings() == workers.QUICK  # what the caller says stays
+    monkeypatch.setattr(workers, "EMITTERS", "xla_no_such_flag")
+    monkeypatch.delenv("XLA_FLAGS")
+    assert workers.quick_settings() == workers.QUICK
 
 
 # --- what hangs or dies

@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--mutate", type=int, metavar="N", help="judge N single changes of the reference's own lines (0: all of them)"
     )
+    parser.add_argument("--tests", action="store_true", help="with --mutate: ask our own tests where no case catches")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which lines are changed; default: 0")
     parser.add_argument("--json", metavar="FILE", help="write the score as JSON; - for standard output")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
         if options.mutate < 0 or options.seed < 0:
             raise ValueError(f"--mutate and --seed must be 0 or more; got {options.mutate} and {options.seed}")
-        return command(options.mutate, options.seed, options.level, options.json)
+        return command(options.mutate, options.seed, options.level, options.json, options.tests)
     chosen = [
         fault
         for fault in all_faults()

@@ -180,9 +180,17 @@ def sample(number: int | None, seed: int) -> list[Mutant]:
 
 
 def compiled(mutant: Mutant) -> CodeType:
-    path = root() / mutant.file
-    tree = _Changer(mutant.index).visit(ast.parse(path.read_text(encoding="utf-8")))
-    return compile(ast.fix_missing_locations(tree), str(path), "exec")
+    return compile(_changed(mutant), str(root() / mutant.file), "exec")
+
+
+def mutated(mutant: Mutant) -> str:
+    """The file's text with the change, as Python writes it out; its comments are gone."""
+    return ast.unparse(_changed(mutant))
+
+
+def _changed(mutant: Mutant) -> ast.Module:
+    tree = ast.parse((root() / mutant.file).read_text(encoding="utf-8"))
+    return ast.fix_missing_locations(_Changer(mutant.index).visit(tree))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -286,14 +294,22 @@ def score(
     return found
 
 
-def command(number: int, seed: int, level: str, json: str | None) -> int:
-    """Score so many mutants (0: all) and print what nothing caught; the exit status is 0: there is no right score."""
+def command(number: int, seed: int, level: str, json: str | None, tests: bool = False) -> int:
+    """Score so many mutants (0: all) and print what nothing caught; the exit status is 0: there is no right score.
+
+    tests: what no row catches is left to the tests of its file (`tested`).
+    """
     from ..progress import Bar
     from ..summary import write_json
 
     chosen = sample(number or None, seed)
     with Bar(len(chosen), quiet=json == "-") as seen:
         found = score(chosen, level, seen)
+        by_rows = sum(bool(by) for _, by in found)
+        if tests:
+            from .tested import caught_by_tests
+
+            found = [(mutant, by or caught_by_tests(mutant)) for mutant, by in found]
     files = {file: [by for mutant, by in found if mutant.file == file] for file in SEEN_BY}
     if json:
         document = {
@@ -311,8 +327,7 @@ def command(number: int, seed: int, level: str, json: str | None) -> int:
         for file, catches in files.items():
             if catches:
                 print(f"{file:24} {sum(map(bool, catches)):4} of {len(catches):4}")
-        caught = sum(bool(by) for _, by in found)
-        print(
-            f"{caught} of {len(found)} changed lines of the reference caught, {100 * caught / max(len(found), 1):.1f} %"
-        )
+        caught, share = sum(bool(by) for _, by in found), 100.0 / max(len(found), 1)
+        print(f"{caught} of {len(found)} changed lines of the reference caught, {share * caught:.1f} %", end="")
+        print(f" ({by_rows} by the rows, {share * by_rows:.1f} %)" if tests else "")
     return 0

@@ -23,6 +23,13 @@ class WeightsHalf(Naive):
         return super().dropped(p.astype(ml_dtypes.bfloat16).astype(np.float64))
 
 
+class WeightsStored(Naive):
+    """In half types alone: what is right in float32 and float64."""
+
+    def dropped(self, p: np.ndarray) -> np.ndarray:
+        return super().dropped(p.astype(self.dtype).astype(np.float64))
+
+
 class SumHalf(Naive):
     """The weighted sum accumulated in half precision."""
 
@@ -156,6 +163,9 @@ _TABLE: tuple[tuple[str, str, str, type[Naive], str], ...] = (
     ("weights-half", "weights rounded to bfloat16",
      "subtle", WeightsHalf,
      "weights are rounded to bfloat16 before the product; the contract is float32 at least"),
+    ("weights-stored", "quotients of the softmax stored in the half type [transformers eager]",
+     "rare", WeightsStored,
+     "in half types weights are divided by their sum and rounded before the product; the contract is float32 at least"),
     ("sum-half", "the weighted sum accumulated in half precision",
      "rare", SumHalf,
      "the weighted sum is accumulated in half precision; the contract is float32 at least"),

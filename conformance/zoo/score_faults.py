@@ -212,6 +212,23 @@ class SoftmaxHalf(Naive):
         return p, lse
 
 
+class SoftmaxStored(Naive):
+    """In half types alone: every step of the softmax in the type, the sum in float32."""
+
+    def softmax(self, s: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.dtype in (np.float64, np.float32):
+            return super().softmax(s, seen)
+
+        def stored(x: np.ndarray) -> np.ndarray:
+            return x.astype(self.dtype).astype(np.float64)
+
+        p, lse = super().softmax(stored(s), seen)
+        # The largest exponential is 1, so the largest weight is one over their sum.
+        largest = p.max(axis=-1, keepdims=True, initial=0.0)
+        e = np.divide(p, largest, out=np.zeros_like(p), where=largest > 0)
+        return stored(stored(e) * largest), lse
+
+
 class QueryHalf(Naive):
     """Scaled queries kept in the half type."""
 
@@ -323,6 +340,9 @@ _TABLE: tuple[tuple[str, str, str, type[Naive], str], ...] = (
     ("scores-half", "scores in half precision",
      "subtle", SoftmaxHalf,
      "scores are rounded to half precision before the softmax; the contract is float32 at least"),
+    ("softmax-stored", "the softmax of half types in the half type [onnx reference]",
+     "rare", SoftmaxStored,
+     "in half types scores, exponentials and weights are each rounded to the type; the contract is float32 at least"),
     ("scores-query-half", "scaled queries are rounded to the half type",
      "rare", QueryHalf,
      "queries are scaled and rounded in the half type; the contract is scores in float32 at least"),

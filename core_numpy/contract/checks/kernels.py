@@ -15,13 +15,15 @@ class Kernel:
 
     cannot: what it does not serve, one phrase each; empty where it serves everything. twice: whether it can be
     differentiated twice. shields: "pairs" where NaN in any masked query-key pair never matters, "keys" where
-    that holds only for keys that no query may attend to.
+    that holds only for keys that no query may attend to. weights: "stored" where half types' weights are divided by
+    their sum and then rounded to the type, "wide" where they stay in float32 or are rounded before the division.
     """
 
     name: str
     cannot: tuple[str, ...] = ()
     twice: bool = True
     shields: str = "keys"
+    weights: str = "wide"
 
 
 def check_kernel(kernel: Any, names: Iterable[str]) -> str:
