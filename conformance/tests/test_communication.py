@@ -42,6 +42,8 @@ def test_parameters_over_fsdp_are_gathered_twice_but_for_the_root_s():
     gather, scatter = sent({"fsdp": 2}, accumulate=2)
     assert gather.bytes == 4 * (1200 + WHOLE + 1200 + 48) and gather.times == 2
     assert scatter.bytes == 4 * (1200 + WHOLE) and scatter.wire == 2 * scatter.bytes // 2
+    once, _ = sent({"fsdp": 2}, gathers=1)
+    assert once.bytes == 4 * (1200 + WHOLE)
     half, _ = sent({"fsdp": 2}, itemsize=2)
     assert half.bytes * 2 == gather.bytes
 

@@ -249,6 +249,7 @@ def test_attention_over_65536_positions_on_several_processes_is_the_whole_with_i
         # float32 over 65,536 keys, relative to the largest entry: measured 2e-6.
         assert len(said) == count and max(row["apart"] for row in said) <= 2e-5, said
         memory[count] = max(row["memory"] for row in said)
-    # A ring holds the next keys beside its own, and their gradients: the whole alone needs less than twice a half.
-    assert 1.6 <= memory[2] / memory[4] <= 2.5, memory
+    # A ring holds the next keys beside its own, and their gradients, and some 40 MB that all numbers of processes need:
+    # measured 181 MB on two and 113 MB on four; 429 and 141 MB, 3 times, while all masks were kept.
+    assert 1.35 <= memory[2] / memory[4] <= 2.2, memory
     assert memory[4] < memory[1], memory
