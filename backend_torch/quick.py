@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .visibility import Visibility, band_term, last_sees_all, seen, tame, visible
+from .visibility import Visibility, band_term, hull, last_sees_all, seen, tame, visible
 
 # Up to so many elements a bias is looked through whole, which is one short operation.
 GLANCE = 1 << 18
@@ -30,15 +30,18 @@ def quick(call: Any, acc: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
     alive, term = _term(call.see, k, T, S, acc)
     if not alive:
         return None
-    everything = False  # whether nothing is masked
+    # Whether no key is hidden from everybody: between its ends a band leaves none out.
+    everything = call.see.mask is None and not call.see.ragged and hull(call.see, T, S) == (0, S)
     if call.see.bias is not None:
         bias = call.see.bias.to(acc)
         term = bias if term is None else bias.where(term > -torch.inf, -torch.inf)
         shown = term.detach()
         if shown.numel() <= GLANCE and shown.amin().item() > -torch.inf:
             everything = True
-        elif not shown.amax(-1).amin().item() > -torch.inf:
-            return None
+        else:
+            everything = False
+            if not shown.amax(-1).amin().item() > -torch.inf:
+                return None
     if term is not None and not everything and not last_sees_all(term) and not tame(k, v):
         some = seen(term.detach(), G)
         k, v = (k, v) if some is None else (k.where(some, 0.0), v.where(some, 0.0))

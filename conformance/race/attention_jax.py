@@ -135,16 +135,19 @@ def chosen(lengths: list[int], texts: list[str] | None) -> list[tuple[str, int, 
     ]
 
 
-def _program(f: Callable[..., Any], case: Case, mode: str, arrays: dict[str, Any], w: Any) -> Callable[..., Any]:
-    """One compiled program of (q, k, v) and the arrays that have a gradient."""
+def _program(f: Callable[..., Any], case: Case, mode: str) -> Callable[..., Any]:
+    """One compiled program of q, k, v, the arrays that have a gradient, those that have none, and dloss/dout.
+
+    All are its arguments: what a program closes over is a constant to XLA, which it would fold when it compiles.
+    """
     import jax
 
-    def out(q: Any, k: Any, v: Any, learned: dict[str, Any]) -> Any:
+    def out(q: Any, k: Any, v: Any, learned: dict[str, Any], arrays: dict[str, Any], w: Any) -> Any:
         return f(q, k, v, **(arrays | learned), **case.fixed)
 
     if mode == "forward":
         return jax.jit(out)
-    return jax.jit(jax.value_and_grad(lambda *leaves: (out(*leaves) * w).sum(), argnums=(0, 1, 2, 3)))
+    return jax.jit(jax.value_and_grad(lambda *given: (out(*given) * given[-1]).sum(), argnums=(0, 1, 2, 3)))
 
 
 def measure(name: str, length: int, mode: str, seconds: float) -> Row:
@@ -158,14 +161,15 @@ def measure(name: str, length: int, mode: str, seconds: float) -> Row:
     w = jnp.asarray(rng.standard_normal(leaves[0].shape, dtype=np.float32))
     arrays = {key: jnp.asarray(x) for key, x in case.arrays(length).items()}
     learned = {key: arrays.pop(key) for key in case.learned}
-    programs = {way: _program(f, case, mode, arrays, w) for way, f in contestants(case).items()}
-    expected = jax.tree.leaves(programs[OURS](*leaves, learned))
+    given = (*leaves, learned, arrays, w)
+    programs = {way: _program(f, case, mode) for way, f in contestants(case).items()}
+    expected = jax.tree.leaves(programs[OURS](*given))
     for way, program in programs.items():
-        for mine, theirs in zip(expected, jax.tree.leaves(program(*leaves, learned)), strict=True):
+        for mine, theirs in zip(expected, jax.tree.leaves(program(*given)), strict=True):
             off = float(jnp.abs(mine - theirs).max() / jnp.maximum(1.0, jnp.abs(mine).max()))
             if not off <= 1e-4:
                 raise ValueError(f"{name}: {way} is off by {off:.2g}, so it is not the same work")
-    calls = {way: partial(_finish, program, *leaves, learned) for way, program in programs.items()}
+    calls = {way: partial(_finish, program, *given) for way, program in programs.items()}
     medians, turns = take_turns(calls, seconds)
     return Row(name, length, mode, medians, turns)
 
