@@ -13,7 +13,7 @@ a band some rows at a time, each with the keys that it may see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,9 +44,9 @@ def _forward(
 
     def group(u: jax.Array | int) -> tuple[tuple[jax.Array, jax.Array], tuple[Kept, ...]]:
         queries, keys, values = _of_group(spec, plan, u, q, k, v)
-        found = [_rows(spec, terms, block, queries, keys, values) for block in _blocks(spec, plan, u)]
-        out, lse = (_join([part[n] for part in found], 3) for n in (0, 1))
-        return (out.astype(q.dtype), lse), tuple(part[2] for part in found)
+        found = (_rows(spec, terms, block, queries, keys, values) for block in _blocks(spec, plan, u))
+        outs, lses, rest = zip(*found, strict=True)
+        return (_join(outs, 3).astype(q.dtype), _join(lses, 3)), rest
 
     count = _groups(spec, plan)
     (out, lse), rest = group(0) if count == 1 else lax.map(group, jnp.arange(count, dtype=jnp.int32))
@@ -70,7 +70,7 @@ def _blocks(spec: Spec, plan: Layout, u: jax.Array | int) -> Iterator[Block]:
         yield Block(b, g, i, lo, plan.nb, plan.ng, min(plan.rows, spec.T - i), hi - lo)
 
 
-def _join(parts: list[jax.Array], axis: int) -> jax.Array:
+def _join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
 
@@ -120,12 +120,12 @@ def _seen(alive: jax.Array | None, x: jax.Array, acc: jnp.dtype) -> jax.Array:
 
 def _columns(block: Block, x: jax.Array) -> jax.Array:
     """The block's keys or values of a group's (nb, ng, S, n)."""
-    return lax.slice_in_dim(x, block.j, block.j + block.width, axis=2)
+    return x[:, :, block.j : block.j + block.width]
 
 
 def _lines(block: Block, x: jax.Array, acc: jnp.dtype) -> jax.Array:
     """The block's rows of a group's (nb, ng, r, T) or (nb, ng, r, T, n), as (nb, ng, r rows, 1 or n)."""
-    x = lax.slice_in_dim(x, block.i, block.i + block.rows, axis=3)
+    x = x[:, :, :, block.i : block.i + block.rows]
     return x.astype(acc).reshape(block.nb, block.ng, x.shape[2] * block.rows, x.shape[4] if x.ndim == 5 else 1)
 
 

@@ -33,6 +33,7 @@ VERBS = {
     "maps": "attention maps of a model on a text, as pictures",
     "curves": "training runs side by side, against gzip and bz2",
     "demo": "conformance, training and a race in one HTML report",
+    "completion": "a script that completes this command in bash, zsh or tcsh",
 }
 
 

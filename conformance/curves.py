@@ -74,7 +74,7 @@ def read_run(folder: Path) -> Run:
         settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} is no training run: it lacks run.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'run.json'} is damaged: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{folder / 'run.json'} is damaged: expected an object of settings")

@@ -21,6 +21,7 @@ from core_numpy.contract.data import (
     repeat_task,
     split,
 )
+from core_numpy.contract.run_log import read_curve
 from core_numpy.contract.shuffle import permutation, random_words, threefry2x32
 
 # --- the shuffle
@@ -103,6 +104,23 @@ def test_token_files_are_mapped_and_their_ids_checked(tmp_path):
     for name, phrase in (("f.npy", "axis of integers"), ("odd.bin", "two bytes each"), ("x.csv", "does not exist")):
         with pytest.raises((ValueError, FileNotFoundError), match=phrase):
             read_tokens(tmp_path / name, vocab=300)
+
+
+@pytest.mark.parametrize("damage", [(b"{", b"("), (b"'<", b"'\x01"), (b"(8,)", b"(8**9"), (b"False", b"Fa\nse")])
+def test_a_damaged_npy_header_is_one_clear_error(tmp_path, damage):
+    path = tmp_path / "t.npy"
+    np.save(path, np.arange(8, dtype=np.uint16))
+    path.write_bytes(path.read_bytes().replace(*damage, 1))
+    with pytest.raises(ValueError, match=r"t\.npy is not a sound \.npy file"):
+        read_tokens(path, vocab=8)
+
+
+@pytest.mark.parametrize("line", ["{}", "12", "[1, 2]", '{"step": "1", "loss": 2.0}', '{"step": 1, "loss": null}'])
+def test_a_line_of_a_log_that_is_no_update_is_named(tmp_path, line):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"log\.jsonl is damaged: line 3"):
+        read_curve(path)
 
 
 def test_a_pickled_npy_is_not_unpickled(tmp_path):

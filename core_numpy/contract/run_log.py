@@ -50,17 +50,20 @@ class RunLog:
 def read_curve(path: Path) -> list[tuple[int, float]]:
     """Step and loss of either log; of a step logged twice, by a run that was resumed earlier, the later line.
 
-    No file is no points. A last line that is cut off, by the death of its process, does not count.
+    No file is no points. A line that is cut off, by the death of its process, does not count.
     """
     rows: dict[int, float] = {}
     if not path.exists():
         return []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        rows[row["step"]] = row["loss"]
+        step, loss = (row.get("step"), row.get("loss")) if isinstance(row, dict) else (None, None)
+        if type(step) is not int or not isinstance(loss, (int, float)):
+            raise ValueError(f"{path} is damaged: line {number} has no whole number `step` and no number `loss`")
+        rows[step] = float(loss)
     return sorted(rows.items())
 
 
