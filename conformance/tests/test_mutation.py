@@ -12,6 +12,7 @@ from conformance.memory import remembering
 from conformance.summary import GROUPS
 from conformance.zoo.command import main
 from conformance.zoo.mutation import PACKAGE, SEEN_BY, caught_by, compiled, imported, mutants, root, sample
+from conformance.zoo.tested import caught_by_tests, modules_knowing
 
 
 def of(file, text):
@@ -72,3 +73,15 @@ def test_the_command_writes_the_score_by_file(tmp_path, capsys):
     assert "of 3 changed lines of the reference caught" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--mutate and --seed must be 0 or more"):
         main(["--mutate", "-1"])
+
+
+def test_every_changed_file_has_tests_that_know_it():
+    folder = root().parent / "conformance" / "tests"
+    for file in SEEN_BY:
+        names = modules_knowing(file)
+        assert names and all((folder / f"{name}.py").is_file() for name in names), file
+
+
+def test_what_no_row_catches_is_asked_of_the_tests():
+    assert caught_by_tests(of("masks.py", "j <= i, with Lt")).startswith("test_masks.py::")
+    assert caught_by_tests(of("masks.py", "dtype == 'bfloat16', with NotEq for Eq")).startswith("test_masks.py::")

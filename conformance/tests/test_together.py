@@ -1,5 +1,7 @@
 """Errors of all elements together: a small one in every element shows, and rounding to nearest does not."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -9,14 +11,16 @@ from conformance.budget import OUTPUT, UNIT
 from conformance.compare import MANY, Tally, check_together, check_within
 from conformance.inputs import DTYPES
 from conformance.plainly import check_beside_plain, plain_output
-from conformance.runner import FAILED, arguments_of, judge
+from conformance.runner import ABSENT, FAILED, PASSED, arguments_of, judge
 from conformance.space import select
 from conformance.targets import load
 from conformance.targets.protocol import Target
 from conformance.zoo import all_faults, catch
 from conformance.zoo.every import group_of
 from conformance.zoo.faults import Faulty
+from conformance.zoo.naive import Naive, functions
 from conformance.zoo.rounding_faults import away, cut, shorter
+from core_numpy.contract.checks.kernels import Kernel
 
 ROUNDING = [fault.id for fault in all_faults() if group_of(fault) == "rounding"]
 HALF = ("bfloat16", "float16")
@@ -114,3 +118,31 @@ def test_a_plain_way_that_is_exact_leaves_a_right_result_its_rounding():
     want = np.array([1.0, 1.0 + 2.0**-12])
     assert check_beside_plain(Tally(), want.astype(np.float16), want, want, "float16") <= 1.0 / 3.0
     assert check_beside_plain(Tally(), np.zeros(2), np.zeros(2), np.zeros(2), "float16") == 0.0
+
+
+class ExponentialsStored(Naive):
+    """As torch's and cuDNN's fused kernels: rounded before they are divided by their sum, which is float32."""
+
+    def softmax(self, s, seen):
+        p, lse = super().softmax(s, seen)
+        largest = p.max(axis=-1, keepdims=True)
+        return (p / largest).astype(self.dtype).astype(np.float64) * largest, lse
+
+
+def test_quotients_stored_in_bfloat16_take_ten_times_the_budget_and_exponentials_hardly_any_of_it():
+    [case] = select("quick", "attention-half-weights")
+    stored = judge(case, Target(Faulty(named("weights-stored")), "stored"), "bfloat16")
+    assert stored.status == FAILED and stored.share >= 10.0
+    assert judge(case, Target(types.SimpleNamespace(**functions(ExponentialsStored)), "e"), "bfloat16").share < 0.1
+
+
+def test_a_kernel_that_says_that_it_stores_quotients_is_not_asked():
+    [case] = select("quick", "attention-half-weights")
+    module = types.SimpleNamespace(**functions(Naive))
+    module.available_kernels = lambda: {"wide": Kernel("wide"), "library": Kernel("library", weights="stored")}
+    module.attention = lambda q, k, v, *, kernel="auto", **rest: functions(Naive)["attention"](q, k, v, **rest)
+    found = {kernel: judge(case, Target(module, "m"), "bfloat16", kernel) for kernel in ("auto", "wide", "library")}
+    assert {name: result.status for name, result in found.items()} == {
+        "auto": ABSENT, "wide": PASSED, "library": ABSENT
+    }  # fmt: skip
+    assert "kernel library stores the weights" in found["library"].detail

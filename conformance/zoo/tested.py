@@ -37,7 +37,7 @@ PATIENCE = 600.0
 _FAILED = re.compile(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\w+)?)", re.MULTILINE)
 
 
-def tests_of(file: str) -> tuple[str, ...]:
+def modules_knowing(file: str) -> tuple[str, ...]:
     """Names of the test modules that know a file of the reference."""
     return TESTED_BY[_AS.get(file, file)]
 
@@ -45,7 +45,7 @@ def tests_of(file: str) -> tuple[str, ...]:
 def caught_by_tests(mutant: Mutant) -> str:
     """The first test that fails on the mutant, or "" where all pass."""
     folder = Path(__file__).resolve().parent.parent / "tests"
-    files = [str(folder / f"{name}.py") for name in tests_of(mutant.file)]
+    files = [str(folder / f"{name}.py") for name in modules_knowing(mutant.file)]
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "core_numpy"
         shutil.copytree(root(), copy, ignore=shutil.ignore_patterns("__pycache__"))
