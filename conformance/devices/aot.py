@@ -68,19 +68,25 @@ def _compiled(place: Place) -> Iterator[Row]:
         run = subprocess.run(
             command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=TIMEOUT
         )
-    except subprocess.TimeoutExpired:
-        yield Row("train step", place.name, "compiled for", "failed", f"no end within {TIMEOUT:g} s")
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or ""
+        yield from _answers(said if isinstance(said, str) else said.decode(), place)
+        yield Row("the next program", place.name, "compiled for", "failed", f"no end within {TIMEOUT:g} s")
         return
-    seen = 0
-    for line in run.stdout.splitlines():
-        if line.startswith("{"):
-            seen += 1
-            found = json.loads(line)
-            detail = found.pop("error", "")
-            yield Row(found.pop("program"), place.name, "compiled for", "failed" if detail else "ok", detail, found)
-    if run.returncode != 0 or not seen:
+    rows = list(_answers(run.stdout, place))
+    yield from rows
+    if run.returncode != 0 or not rows:
         lines = run.stderr.strip().splitlines()
         yield Row(
             "the compiling process", place.name, "compiled for", "failed",
             f"it ended with {run.returncode}: {lines[-1][:200] if lines else 'it said nothing'}",
         )  # fmt: skip
+
+
+def _answers(said: str, place: Place) -> Iterator[Row]:
+    """A row for each line of JSON; one that a time-out cut in half is none."""
+    for line in said.splitlines(keepends=True):
+        if line.startswith("{") and line.endswith("\n"):
+            found = json.loads(line)
+            detail = found.pop("error", "")
+            yield Row(found.pop("program"), place.name, "compiled for", "failed" if detail else "ok", detail, found)

@@ -60,6 +60,36 @@ def test_the_report_says_compiled_for_and_never_passed_on(capsys):
     assert "compiled for" in said and "passed" not in said
 
 
+def test_what_was_compiled_before_the_time_was_up_stays_in_the_report(monkeypatch):
+    from conformance.devices import aot
+
+    said = b'{"program": "step", "memory": 1, "flops": 2, "collectives": {}}\nnoise\n{"program": "ker'
+
+    def late(*words, **more):
+        raise aot.subprocess.TimeoutExpired("worker", aot.TIMEOUT, output=said)
+
+    monkeypatch.setattr(aot.subprocess, "run", late)
+    first, last = aot._compiled(aot.PLACES[0])
+    assert (first.program, first.status, first.figures["memory"]) == ("step", "ok", 1)
+    assert last.status == "failed" and "no end within" in last.detail
+    assert last.target == "TPU v5e, 1 chip"
+
+
+def test_a_full_compile_takes_no_chip_and_says_how_a_process_ended(monkeypatch):
+    from conformance.devices import aot
+
+    asked = {}
+
+    def ended(command, env, **more):
+        asked.update(env)
+        return aot.subprocess.CompletedProcess(command, 1, "", "first\nlast words")
+
+    monkeypatch.setattr(aot.subprocess, "run", ended)
+    (row,) = aot._compiled(aot.PLACES[0])
+    assert row.status == "failed" and row.detail == "it ended with 1: last words"
+    assert asked["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1" and asked["JAX_PLATFORMS"] == "cpu"
+
+
 class TestTorch:
     """Under `meta`."""
 
