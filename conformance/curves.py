@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bz2
 import gzip
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 # What makes two runs the same run: where one of these differs, so may the losses.
 SAME = ("size", "batch", "length", "lr", "schedule", "seed", "precision")
 Points = list[tuple[int, float]]
+# Rounding grows by orders in hundreds of updates; the first ones show whether two runs are one.
+EARLY = 20
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,13 @@ def compared(runs: dict[str, Run], compressors: dict[str, float]) -> dict[str, A
     (first_name, first), *others = runs.items()
     apart = {}
     for name, run in others:
-        losses, mine = dict(first.losses), dict(run.losses)
+        losses = dict(first.losses)
+        distances = [abs(loss - losses[step]) for step, loss in run.losses if step in losses]
         measured, own = dict(first.validation), dict(run.validation)
         apart[name] = {
-            "updates": len(losses.keys() & mine.keys()),
-            "loss": max((abs(mine[step] - losses[step]) for step in losses.keys() & mine.keys()), default=0.0),
+            "updates": len(distances),
+            "early": max(distances[:EARLY], default=0.0),
+            "loss": sum(distances) / max(len(distances), 1),
             "bits": max((bits_per_byte(abs(own[s] - measured[s])) for s in measured.keys() & own.keys()), default=0.0),
             "differing": [key for key in SAME if run.settings.get(key) != first.settings.get(key)],
         }
@@ -171,10 +176,22 @@ def print_document(document: dict[str, Any]) -> None:
     for name, far in document["apart"].items():
         settings = f" (their {', '.join(far['differing'])} differ)" if far["differing"] else ""
         console.print(
-            f"{name} and {document['first']}: the losses of {far['updates']} updates lie {far['loss']:.1e} nats apart "
-            f"at most, the measurements {far['bits']:.1e} bits{settings}",
+            f"{name} and {document['first']}: {far['updates']} losses lie {far['loss']:.1e} nats apart in the mean, "
+            f"the first {min(EARLY, far['updates'])} {far['early']:.1e} at most; "
+            f"measurements {far['bits']:.1e} bits at most{settings}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+
+
+def pieces(measured: Points, losses: Points) -> list[Points]:
+    """Measurements cut where updates between two of them are not this run's own, as after a hand-over."""
+    own, found = {step for step, _ in losses}, [measured[:1]]
+    for (before, _), point in itertools.pairwise(measured):
+        if own.issuperset(range(before + 1, point[0] + 1)):
+            found[-1].append(point)
+        else:
+            found.append([point])
+    return found
 
 
 def draw(path: str, runs: dict[str, Run], document: dict[str, Any]) -> None:
@@ -189,7 +206,11 @@ def draw(path: str, runs: dict[str, Run], document: dict[str, Any]) -> None:
     )
     for number, (name, run) in enumerate(document["runs"].items()):
         style, width = ("-", "--", ":")[number % 3], max(5.0 - 1.5 * number, 1.5)  # agreeing curves lie on each other
-        upper.plot(*zip(*run["validation"], strict=True), style, color=f"C{number}", linewidth=width, label=name)
+        for part in pieces(run["validation"], runs[name].losses):
+            upper.plot(
+                *zip(*part, strict=True), style, color=f"C{number}", linewidth=width, marker="o", markersize=width
+            )
+        upper.plot([], [], style, color=f"C{number}", linewidth=width, label=name)
     for number, (name, bits) in enumerate(document["compressors"].items()):
         upper.axhline(bits, color="0.3", linestyle=("-.", (0, (1, 3)))[number % 2], label=f"{name}: {bits:.3f}")
     upper.set_ylabel(f"bits per {document['unit']}, held out")
@@ -199,7 +220,7 @@ def draw(path: str, runs: dict[str, Run], document: dict[str, Any]) -> None:
         base = dict(runs[document["first"]].losses)
         for number, name in enumerate(document["apart"], 1):
             points = [(step, abs(loss - base[step])) for step, loss in runs[name].losses if step in base]
-            axes.semilogy(*zip(*points, strict=True), color=f"C{number}", linewidth=0.8, label=name)
+            axes.semilogy(*zip(*points, strict=True), ".", color=f"C{number}", markersize=2, label=name)
         axes.set_ylabel(f"|loss - {document['first']}'s|")
         axes.grid(alpha=0.3)
         axes.legend()

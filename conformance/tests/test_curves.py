@@ -10,7 +10,7 @@ import math
 import pytest
 
 from conformance.__main__ import main
-from conformance.curves import compared, named, read_run
+from conformance.curves import compared, named, pieces, read_run
 from core_numpy.contract.data import byte_tokens, default_text, split
 from core_numpy.contract.source import open_source
 
@@ -45,16 +45,26 @@ def test_runs_are_held_against_each_other_and_against_compressors(tmp_path, caps
     assert found["runs"]["numpy"]["below"] == {"gzip -9": 4, "bz2 -9": 4}
     assert found["runs"]["torch"]["below"] == {"gzip -9": 4, "bz2 -9": None}
     far = found["apart"]["torch"]
-    assert far["updates"] == 3 and far["loss"] == pytest.approx(HALF) and far["bits"] == pytest.approx(1.05)
+    assert far["updates"] == 3 and far["early"] == pytest.approx(HALF) and far["bits"] == pytest.approx(1.05)
+    assert far["loss"] == pytest.approx(HALF / 3)
     assert far["differing"] == [] and png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     printed = capsys.readouterr().out
-    assert "torch and numpy: the losses of 3 updates lie 3.5e-01 nats apart at most" in printed and "never" in printed
+    assert (
+        "torch and numpy: 3 losses lie 1.2e-01 nats apart in the mean, the first 3 3.5e-01 at most" in printed
+        and "never" in printed
+    )
 
 
 def test_a_dip_below_a_compressor_that_does_not_last_does_not_count(tmp_path):
     run = run_of(tmp_path / "a", validation=((1, 1.0), (2, 3.0), (3, 1.5), (4, 1.4)))
     document = compared(named([read_run(run)]), {"none": 2.0})
     assert document["runs"]["numpy"]["below"] == {"none": 3} and document["apart"] == {}
+
+
+def test_a_curve_is_cut_where_the_updates_between_are_another_runs():
+    measured, losses = [(2, 1.0), (4, 2.0), (8, 3.0), (9, 4.0)], [(step, 0.0) for step in (1, 2, 3, 4, 7, 8, 9)]
+    assert pieces(measured, losses) == [measured[:2], measured[2:]]
+    assert pieces(measured, [(step, 0.0) for step in range(1, 10)]) == [measured]
 
 
 def test_runs_of_one_backend_are_called_by_their_folders_and_their_differing_settings_are_said(tmp_path, capsys):
