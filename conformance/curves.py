@@ -206,11 +206,11 @@ def draw(path: str, runs: dict[str, Run], document: dict[str, Any]) -> None:
     )
     for number, (name, run) in enumerate(document["runs"].items()):
         style, width = ("-", "--", ":")[number % 3], max(5.0 - 1.5 * number, 1.5)  # agreeing curves lie on each other
-        for part in pieces(run["validation"], runs[name].losses):
-            upper.plot(
-                *zip(*part, strict=True), style, color=f"C{number}", linewidth=width, marker="o", markersize=width
-            )
-        upper.plot([], [], style, color=f"C{number}", linewidth=width, label=name)
+        how: dict[str, Any] = {"color": f"C{number}", "linewidth": width, "markersize": max(9 - 2 * number, 5)}
+        first, *others = pieces(run["validation"], runs[name].losses)
+        upper.plot(*zip(*first, strict=True), style + "os^"[number % 3], label=name, **how)
+        for part in others:
+            upper.plot(*zip(*part, strict=True), style + "os^"[number % 3], **how)
     for number, (name, bits) in enumerate(document["compressors"].items()):
         upper.axhline(bits, color="0.3", linestyle=("-.", (0, (1, 3)))[number % 2], label=f"{name}: {bits:.3f}")
     upper.set_ylabel(f"bits per {document['unit']}, held out")

@@ -211,7 +211,8 @@ def test_ctrl_c_saves_says_where_and_the_resumed_run_is_the_one_that_was_not_sto
         )  # fmt: skip
 
     def losses(name):
-        return [(row["step"], row["loss"]) for row in map(json.loads, (tmp_path / name / "log.jsonl").open())]
+        rows = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
+        return [(row["step"], row["loss"]) for row in rows]
 
     small = ["--batch", "2", "--length", "16"]
     process = run(*small, "--steps", "1000000", "--out", "stopped")  # so many that the signal never comes too late
