@@ -75,7 +75,7 @@ def test_one_update_in_float32_moves_where_the_reference_moves(package, anchor, 
     assert report["loss"] == pytest.approx(reference["loss"], rel=2e-6, abs=2e-7)
     moved = distance(want.params, before.params)
     # Measured: 1.4e-4 at most, at update 1, where AdamW divides small gradients by themselves; 1e-5 from 60 on.
-    # The parameters themselves are rounded to float32, after the decay and after the step: by half a unit of each, twice.
+    # The parameters themselves are rounded to float32, after the decay and after the step: by half a unit, twice.
     # At 1,000, where an update has become 3e-4 of them, that is what there is: 3.8e-8 of them, in torch.
     rounded = 2 * 2.0**-24
     assert 0 < distance(got.params, want.params) <= (1.5e-3 if anchor < 60 else 1e-4) * moved + rounded
