@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def test_remembered_calls_have_the_gradients_of_the_formula(keywords):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_bias_gets_its_gradient_after_calls_that_wanted_none():
+def test_a_bias_gets_its_gradient_and_its_kernel_after_calls_that_wanted_none(monkeypatch):
     q, k, v = _qkv()
     bias = torch.zeros(5, 5, dtype=torch.float64)
     for _ in range(2):
@@ -161,6 +162,8 @@ def test_a_bias_gets_its_gradient_after_calls_that_wanted_none():
     learned = bias.clone().requires_grad_()
     with torch.no_grad():
         attention(q, k, v, bias=learned)
+    # Torch's fused kernels have no gradient for a bias: quietly it would take its quadratic one.
+    monkeypatch.setattr(sys.modules["backend_torch.attention"], "sdpa", None)
     (found,) = torch.autograd.grad(attention(q, k, v, bias=learned).square().sum(), learned)
     assert found.abs().min() > 0
 
@@ -183,6 +186,32 @@ def test_two_bands_of_one_size_are_two():
     for n, out in enumerate(outs):
         for m, other in enumerate(outs):
             assert torch.equal(out, other) == (n // 2 == m // 2)
+
+
+def test_no_argument_is_lost_after_plain_calls():
+    q, k, v = _qkv()
+    for _ in range(2):
+        plain = [attention(q, k, v, causal=causal) for causal in (False, True)]
+    assert not torch.equal(*plain)
+    ids = torch.tensor([[0, 0, 1, 1, 1]] * 2)
+    for keywords in (
+        {"mask": torch.arange(5).reshape(1, 1, 1, 5) < 3},
+        {"bias": torch.linspace(-1, 1, 25, dtype=torch.float64).reshape(5, 5)},
+        {"window": (1, 0)},
+        {"q_offset": 2},
+        {"kv_lengths": torch.tensor([3, 1])},
+        {"q_segments": ids, "kv_segments": ids},
+        {"sinks": torch.ones(4, dtype=torch.float64)},
+        {"scale": 2.0},
+        {"softcap": 0.5},
+        {"dropout_rate": 0.5, "dropout_key": torch.tensor([0, 1])},
+    ):
+        for causal, without in zip((False, True), plain, strict=True):
+            out = attention(q, k, v, causal=causal, **keywords)
+            torch.testing.assert_close(out, attention(q, k, v, causal=causal, **keywords, kernel="dense"))
+            assert torch.equal(out, without) == (keywords == {"q_offset": 2} and not causal)
+    with pytest.raises(ValueError, match="kernel='flex' cannot serve"):
+        attention(q, k, v, kernel="flex")
 
 
 def test_a_plain_call_with_another_offset_is_another_call():
