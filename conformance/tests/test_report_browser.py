@@ -108,7 +108,8 @@ setTimeout(() => {
   let tries = 0;
   const timer = setInterval(() => {  // the browser follows the link when it comes to it
     const map = first.parentElement.querySelector('figure svg');
-    if (!map && ++tries < 40) return;
+    const there = map && first.parentElement.open && document.activeElement === first;
+    if (!there && ++tries < 40) return;
     clearInterval(timer);
     seen.linked = first.parentElement.open && document.activeElement === first;
     seen.squares = [...map.querySelectorAll('rect')].slice(0, 6).map(one => one.getAttribute('class') || '');

@@ -34,7 +34,7 @@ _AS = {
 }  # fmt: skip
 # Seconds for the tests of one mutant; what takes longer hangs, and counts as caught.
 PATIENCE = 600.0
-_FAILED = re.compile(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\w+)?)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py::\w+)", re.MULTILINE)
 
 
 def modules_knowing(file: str) -> tuple[str, ...]:
@@ -50,8 +50,8 @@ def caught_by_tests(mutant: Mutant) -> str:
         copy = Path(place) / "core_numpy"
         shutil.copytree(root(), copy, ignore=shutil.ignore_patterns("__pycache__"))
         (copy / mutant.file).write_text(mutated(mutant), encoding="utf-8")
-        # The copy stands in front of the installed package; tests are found by their path, not by a folder on sys.path.
-        paths = os.pathsep.join([place, str(root().parent), os.environ.get("PYTHONPATH", "")])
+        # The copy stands in front of the installed package; tests are found by their path, their helpers by the last.
+        paths = os.pathsep.join([place, str(root().parent), os.environ.get("PYTHONPATH", ""), str(folder)])
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib",
                    "-o", "addopts=", "-m", "not slow", "-k", "not torch and not jax", *files]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
