@@ -176,6 +176,18 @@ def test_a_band_made_in_inference_mode_serves_training():
     torch.testing.assert_close(gradients[0].sum((0, 2, 3)), torch.full((2,), 2.0 * 2 * 9 * 6, dtype=torch.float64))
 
 
+def test_a_band_restricts_up_to_its_last_pair():
+    q, k, v = _qkv()
+    far = torch.arange(5) - torch.arange(5)[:, None]
+    for left in range(7):
+        for offset in (-1, 0, 2):
+            for window in ((left, None), (None, left), (left, 1)):
+                ends = [math.inf if side is None else side for side in window]
+                shown = (far - offset >= -ends[0]) & (far - offset <= ends[1])
+                expected = attention(q, k, v, mask=shown, kernel="dense")
+                torch.testing.assert_close(attention(q, k, v, window=window, q_offset=offset), expected)
+
+
 def test_two_bands_of_one_size_are_two():
     q, k, v = _qkv()
     outs = [
