@@ -19,18 +19,13 @@ def draw(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if document.get("scaling"):
-        figure = Figure(figsize=(10, 3.6), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        draw_scaling(figure, document["scaling"])
-        figure.savefig(path)
-        return
-    if document.get("sweep"):
-        figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        draw_sweep(figure, document["sweep"])
-        figure.savefig(path)
-        return
+    for kind, size, drawing in (("scaling", (10, 3.6), draw_scaling), ("sweep", (7, 4.5), draw_sweep)):
+        if document.get(kind):
+            figure = Figure(figsize=size, dpi=120, layout="constrained")
+            FigureCanvasAgg(figure)
+            drawing(figure, document[kind])
+            figure.savefig(path)
+            return
     races = document["races"]
     counts = [max(len(finishers(race)), 1) for race in races] or [1]
     figure = Figure(figsize=(7, 1 + sum(0.3 * count + 0.7 for count in counts)), dpi=120, layout="constrained")

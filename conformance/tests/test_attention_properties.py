@@ -44,7 +44,7 @@ class Target:
             return x
         return self.into(x.astype(self.dtype) if x.dtype == np.float64 else x)
 
-    def close(self, got: np.ndarray, want: np.ndarray) -> None:
+    def check_close(self, got: np.ndarray, want: np.ndarray) -> None:
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, rtol=self.tolerance, atol=self.tolerance)
 
@@ -84,7 +84,7 @@ def test_the_order_of_the_keys_does_not_matter(target, size, seed):
     q, k, v, mask = draw(size, seed)
     order = np.random.default_rng(seed).permutation(k.shape[-2])
     got = target("attention", q, k[..., order, :], v[..., order, :], mask=mask[..., order])
-    target.close(got, target("attention", q, k, v, mask=mask))
+    target.check_close(got, target("attention", q, k, v, mask=mask))
 
 
 @few
@@ -93,7 +93,7 @@ def test_queries_do_not_see_each_other(target, size, seed):
     q, k, v, mask = draw(size, seed)
     order = np.random.default_rng(seed).permutation(q.shape[-2])
     got = target("attention", q[..., order, :], k, v, mask=mask[..., order, :])
-    target.close(got, target("attention", q, k, v, mask=mask)[..., order, :])
+    target.check_close(got, target("attention", q, k, v, mask=mask)[..., order, :])
 
 
 @few
@@ -104,8 +104,8 @@ def test_a_number_added_to_all_scores_of_a_row_changes_only_the_lse(target, size
     bias[..., 1:, :] *= 0.5
     got, lse = target("attention_with_lse", q, k, v, mask=mask, bias=bias)
     want, before = target("attention_with_lse", q, k, v, mask=mask)
-    target.close(got, want)
-    target.close(lse, before + bias[..., 0])
+    target.check_close(got, want)
+    target.check_close(lse, before + bias[..., 0])
 
 
 @few
@@ -114,7 +114,7 @@ def test_weights_are_not_negative_and_sum_to_1_or_0(target, size, seed):
     q, k, _, mask = draw(size, seed)
     weights = target("attention_weights", q, k, mask=mask)
     assert (weights >= 0).all() and (weights[~mask] == 0).all()
-    target.close(weights.sum(axis=-1), mask.any(axis=-1).astype(weights.dtype))
+    target.check_close(weights.sum(axis=-1), mask.any(axis=-1).astype(weights.dtype))
 
 
 @few
@@ -123,7 +123,7 @@ def test_the_output_is_the_weights_times_the_values(target, size, seed):
     q, k, v, mask = draw(size, seed)
     weights = target("attention_weights", q, k, mask=mask)
     repeated = np.repeat(v, q.shape[1] // k.shape[1], axis=1)
-    target.close(target("attention", q, k, v, mask=mask), weights @ repeated)
+    target.check_close(target("attention", q, k, v, mask=mask), weights @ repeated)
 
 
 @few
@@ -137,7 +137,7 @@ def test_the_keys_may_be_split_and_merged(target, size, seed, place):
     ]
     outs, lses = ([np.asarray(x, dtype=target.dtype) for x in side] for side in zip(*parts, strict=True))
     for got, want in zip(target("merge_attention", outs, lses), whole, strict=True):
-        target.close(got, want)
+        target.check_close(got, want)
 
 
 @few
@@ -159,7 +159,7 @@ def test_grouped_heads_are_repeated_heads(target, size, seed):
     q, k, v, mask = draw(size, seed)
     group = q.shape[1] // k.shape[1]
     got = target("attention", q, k, v, mask=mask)
-    target.close(got, target("attention", q, np.repeat(k, group, axis=1), np.repeat(v, group, axis=1), mask=mask))
+    target.check_close(got, target("attention", q, np.repeat(k, group, axis=1), np.repeat(v, group, axis=1), mask=mask))
 
 
 @few
@@ -167,7 +167,7 @@ def test_grouped_heads_are_repeated_heads(target, size, seed):
 def test_a_causal_prefix_does_not_know_what_follows(target, seed, t):
     q, k, v, _ = draw((2, 4, 2, 5, 5, 3, 6), seed)
     whole = target("attention", q, k, v, causal=True)
-    target.close(whole[..., :t, :], target("attention", *(x[..., :t, :] for x in (q, k, v)), causal=True))
+    target.check_close(whole[..., :t, :], target("attention", *(x[..., :t, :] for x in (q, k, v)), causal=True))
     k[..., t:, :], v[..., t:, :] = 1e4, -1e4
     np.testing.assert_array_equal(target("attention", q, k, v, causal=True)[..., :t, :], whole[..., :t, :])
 
@@ -180,7 +180,7 @@ def test_batch_elements_do_not_see_each_other(target, size, seed):
     alone = [
         target("attention", q[b : b + 1], k[b : b + 1], v[b : b + 1], mask=mask[b : b + 1]) for b in range(size[0])
     ]
-    target.close(together, np.concatenate(alone))
+    target.check_close(together, np.concatenate(alone))
 
 
 @few
@@ -189,4 +189,4 @@ def test_the_values_enter_linearly(target, size, seed):
     q, k, v, mask = draw(size, seed)
     other = np.random.default_rng(seed + 1).normal(size=v.shape)
     both = target("attention", q, k, 2 * v - other, mask=mask)
-    target.close(both, 2 * target("attention", q, k, v, mask=mask) - target("attention", q, k, other, mask=mask))
+    target.check_close(both, 2 * target("attention", q, k, v, mask=mask) - target("attention", q, k, other, mask=mask))

@@ -252,17 +252,17 @@ def test_older_names_of_tensors_are_read(home, tmp_path):
         shutil.copytree(folder, target)
         tensors = {change(key): x for key, x in read(folder).items()}
         write(target, tensors | more.get(name, {}))
-        same(folder, target)
+        check_same(folder, target)
     folder = home("t5")[0]
     target = tmp_path / "t5"
     shutil.copytree(folder, target)
     tensors = read(folder)
     table = tensors.pop("shared.weight")
     write(target, tensors | dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), table))
-    same(folder, target)
+    check_same(folder, target)
 
 
-def same(first, second):
+def check_same(first, second):
     a, b = Pretrained(first), Pretrained(second)
     assert a.config == b.config
     for name in a.shapes:

@@ -41,7 +41,7 @@ def tensors(folder, change):
     save_params(path, stored)
 
 
-def refused(folder, *words, kind=ValueError, packages=("core_numpy",)):
+def check_refused(folder, *words, kind=ValueError, packages=("core_numpy",)):
     for package in packages:
         with pytest.raises(kind) as caught:
             load(package).Transformer.from_pretrained(folder)
@@ -50,40 +50,40 @@ def refused(folder, *words, kind=ValueError, packages=("core_numpy",)):
 
 
 def test_no_folder_and_no_config(folder, tmp_path):
-    refused(tmp_path / "nowhere", "does not exist", kind=FileNotFoundError, packages=PACKAGES)
+    check_refused(tmp_path / "nowhere", "does not exist", kind=FileNotFoundError, packages=PACKAGES)
     (folder / "config.json").unlink()
-    refused(folder, "config.json", kind=FileNotFoundError, packages=PACKAGES)
+    check_refused(folder, "config.json", kind=FileNotFoundError, packages=PACKAGES)
 
 
 def test_a_config_that_is_no_object(folder):
     (folder / "config.json").write_text("[1, 2")
-    refused(folder, "config.json", "JSON")
+    check_refused(folder, "config.json", "JSON")
     (folder / "config.json").write_text("[1, 2]")
-    refused(folder, "config.json", "object")
+    check_refused(folder, "config.json", "object")
 
 
 def test_an_unknown_family_lists_the_known_ones(folder):
     fields(folder, model_type="mamba")
-    refused(folder, "mamba", *FAMILIES, packages=PACKAGES)
+    check_refused(folder, "mamba", *FAMILIES, packages=PACKAGES)
 
 
 def test_an_unknown_architecture_lists_the_known_ones(folder):
     fields(folder, architectures=["GPT2ForSequenceClassification"])
-    refused(folder, "GPT2ForSequenceClassification", "GPT2LMHeadModel")
+    check_refused(folder, "GPT2ForSequenceClassification", "GPT2LMHeadModel")
 
 
 def test_a_field_that_nobody_reads_is_refused(folder):
     fields(folder, rope_scaling={"type": "linear", "factor": 2.0})
-    refused(folder, "rope_scaling", "gpt2")
+    check_refused(folder, "rope_scaling", "gpt2")
 
 
 def test_a_missing_field_and_a_wrong_one_are_named(folder):
     fields(folder, n_embd=...)
-    refused(folder, "n_embd")
+    check_refused(folder, "n_embd")
     fields(folder, n_embd=7)
-    refused(folder, "width", "7")
+    check_refused(folder, "width", "7")
     fields(folder, n_embd="six")
-    refused(folder, "width", kind=TypeError)
+    check_refused(folder, "width", kind=TypeError)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_missing_field_and_a_wrong_one_are_named(folder):
 )  # fmt: skip
 def test_what_no_field_of_ours_says_is_refused(folder, name, value):
     fields(folder, **{name: value})
-    refused(folder, name)
+    check_refused(folder, name)
 
 
 def test_weights_that_are_pickles_are_never_opened(folder):
@@ -105,9 +105,9 @@ def test_weights_that_are_pickles_are_never_opened(folder):
             return open, (str(marker), "w")
 
     (folder / "model.safetensors").unlink()
-    refused(folder, "safetensors", kind=FileNotFoundError)
+    check_refused(folder, "safetensors", kind=FileNotFoundError)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    refused(folder, "pytorch_model.bin", "unpickling", packages=PACKAGES)
+    check_refused(folder, "pytorch_model.bin", "unpickling", packages=PACKAGES)
     assert not marker.exists()
 
 
@@ -115,14 +115,14 @@ def test_weights_that_are_pickles_are_never_opened(folder):
 def test_a_file_that_is_cut_off_is_refused(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    refused(folder, "model.safetensors", "sound")
+    check_refused(folder, "model.safetensors", "sound")
 
 
 @pytest.mark.parametrize("length", [0, 1 << 62, 7])
 def test_a_header_length_that_lies_is_refused(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    refused(folder, "model.safetensors", packages=PACKAGES)
+    check_refused(folder, "model.safetensors", packages=PACKAGES)
 
 
 def test_offsets_that_lie_are_refused(folder):
@@ -130,13 +130,13 @@ def test_offsets_that_lie_are_refused(folder):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"shape": [11, 6]', b'"shape": [12, 6]'))
-    refused(folder, "transformer.wte.weight")
+    check_refused(folder, "transformer.wte.weight")
 
 
 def test_shapes_that_contradict_the_config_are_listed(folder):
     """Names alone do not make a model fit [flax 2436]."""
     fields(folder, vocab_size=12, n_positions=6)
-    refused(folder, "wte.weight has shape (11, 6)", "(12, 6)", "wpe.weight has shape (5, 6)", packages=PACKAGES)
+    check_refused(folder, "wte.weight has shape (11, 6)", "(12, 6)", "wpe.weight has shape (5, 6)", packages=PACKAGES)
 
 
 def test_missing_and_surplus_tensors_are_listed(folder):
@@ -147,7 +147,9 @@ def test_missing_and_surplus_tensors_are_listed(folder):
         del stored["transformer.ln_f.bias"]
 
     tensors(folder, change)
-    refused(folder, "h.0.attn.rotary.weight is not a tensor", "h.0.ln_1.weight is missing", "ln_f.bias is missing")
+    check_refused(
+        folder, "h.0.attn.rotary.weight is not a tensor", "h.0.ln_1.weight is missing", "ln_f.bias is missing"
+    )
 
 
 def test_a_tied_tensor_that_differs_is_refused_and_an_equal_one_is_not(folder):
@@ -161,7 +163,7 @@ def test_a_tied_tensor_that_differs_is_refused_and_an_equal_one_is_not(folder):
         stored["lm_head.weight"][3, 2] += 1.0
 
     tensors(folder, spoil)
-    refused(folder, "lm_head.weight differs from wte.weight")
+    check_refused(folder, "lm_head.weight differs from wte.weight")
 
 
 def test_the_same_tensor_twice_is_refused(folder):
@@ -169,7 +171,7 @@ def test_the_same_tensor_twice_is_refused(folder):
         stored["wte.weight"] = stored["transformer.wte.weight"]
 
     tensors(folder, change)
-    refused(folder, "wte.weight twice")
+    check_refused(folder, "wte.weight twice")
 
 
 def test_integers_are_no_weights(folder):
@@ -177,7 +179,7 @@ def test_integers_are_no_weights(folder):
         stored["transformer.ln_f.bias"] = np.arange(6)
 
     tensors(folder, change)
-    refused(folder, "I64", "F32")
+    check_refused(folder, "I64", "F32")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -209,16 +211,16 @@ def test_an_index_that_does_not_fit_is_refused(folder):
     index.write_text(json.dumps({"weight_map": place}))
     Pretrained(folder)
     index.write_text(json.dumps({"weight_map": {**place, "ghost": "one.safetensors"}}))
-    refused(folder, "ghost")
+    check_refused(folder, "ghost")
     index.write_text(json.dumps({"weight_map": {**place, names[0]: "../one.safetensors"}}))
-    refused(folder, "../one.safetensors")
+    check_refused(folder, "../one.safetensors")
     index.write_text(json.dumps({"weight_map": {**place, names[0]: "two.safetensors"}}))
-    refused(folder, "two.safetensors", kind=FileNotFoundError)
+    check_refused(folder, "two.safetensors", kind=FileNotFoundError)
     index.write_text("{}")
-    refused(folder, "weight_map")
+    check_refused(folder, "weight_map")
     index.unlink()
     save_params(folder / "two.safetensors", {"x": np.ones(1)})
-    refused(folder, "index.json")
+    check_refused(folder, "index.json")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
