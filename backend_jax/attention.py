@@ -53,25 +53,10 @@ def attention(
     otherwise.
     """
     call, arrays = _door(
-        q,
-        k,
-        v,
-        "out",
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, v, "out", mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     return _run(call, arrays)[0]
 
 
@@ -99,25 +84,10 @@ def attention_weights(
     q (..., H, T, D), k (..., G, S, D) -> (..., H, T, S) in q's dtype.
     """
     call, arrays = _door(
-        q,
-        k,
-        None,
-        "weights",
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, None, "weights", mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset,
+        kv_lengths=kv_lengths, q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale,
+        softcap=softcap, dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     return _run(call, arrays)[0]
 
 
@@ -146,25 +116,10 @@ def attention_with_lse(
     Shapes as in `attention`; lse (..., H, T), float32, or float64 for float64 inputs, with a gradient.
     """
     call, arrays = _door(
-        q,
-        k,
-        v,
-        "lse",
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, v, "lse", mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     out, lse = _run(call, arrays)
     return out, lse
 
@@ -224,25 +179,10 @@ def explain_kernel(
 ) -> str:
     """Which kernel `attention` would take for these arguments on this device, and why: one sentence per kernel."""
     call, _ = _door(
-        q,
-        k,
-        v,
-        "out",
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, v, "out", mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     lines = []
     for name in KERNELS:
         why = reasons(name, call.asked)

@@ -34,13 +34,14 @@ from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, writ
 
 from . import place
 from .arrays import to_numpy
+from .batches import rows_of
 from .block import Block, MultiHeadAttention
 from .initial import turn
 from .model import Transformer, named, set_params
 from .optimizer import Flat, not_finite
 from .place import placed
 from .processes import TIMEOUT, Group
-from .training import Cast, Trainer, rows_of
+from .training import Cast, Trainer
 
 # A head's own numbers, used by the process that has the head: elsewhere their gradients are 0 and have to be added.
 BY_HEAD = ("sinks", "query_norm.weight", "key_norm.weight", "relative.weight")

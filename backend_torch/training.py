@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,14 @@ from core_numpy.contract.saving import Saver
 from core_numpy.contract.schedule import learning_rate
 
 from .arrays import from_numpy, to_numpy
+from .batches import Batch, Tensors, counted_targets, host_arrays, rows_of, tensors
 from .initial import turn
 from .layers import summed_cross_entropy
-from .model import Stack, Transformer, get_params, named, set_params
+from .model import Transformer, get_params, named, set_params
+from .modes import matmul_precision, mode, remat
 from .optimizer import Flat, clip, global_norm, initial_state, not_finite, update
 from .random import fold_in, key
 
-Batch = Mapping[str, Any]
-# Tokens, targets, what the model is called with besides, and whether every target is counted.
-Tensors = tuple[Tensor, Tensor, dict[str, Tensor], bool]
-# The names of a batch's fields in a call of the model.
-CALL = {name: name for name in ("segments", "positions", "context", "context_lengths")} | {"lengths": "kv_lengths"}
 # As in torch.amp.GradScaler: a start that overflows once or twice at most, and a doubling that costs one step in 2000.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 
@@ -65,12 +61,12 @@ def loss_and_gradients(
 
     Dropout acts with a key and not without, whatever mode the model is in. Rules: core_numpy.training.
     """
-    arrays = _arrays(batch)
+    arrays = host_arrays(batch)
     check_batch(model.config, arrays, dropout_key=dropout_key, dtype=model.dtype, values=np.asarray)
     check_loss_options(label_smoothing, z_loss)
     own = named(model)
     leaves = [p for p in own.values() if p.requires_grad]
-    with _mode(model, dropout_key is not None):
+    with mode(model, dropout_key is not None):
         total = loss_sum(model, *tensors(arrays, _device(model)), dropout_key, label_smoothing, z_loss)
     loss = total / max(counted_targets(arrays), 1)
     grads = dict(zip([name for name, p in own.items() if p.requires_grad], _differentiate(loss, leaves), strict=True))
@@ -118,11 +114,11 @@ class Trainer:
     def step(self, batch: Batch) -> dict[str, Any]:
         """One update: {"loss", "grad_norm" before clipping, "lr", "tokens" counted}."""
         self._saver.check()
-        config, arrays, t = self.config, _arrays(batch), self.updates + 1
+        config, arrays, t = self.config, host_arrays(batch), self.updates + 1
         check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
         check_accumulation(len(arrays["tokens"]), config.accumulate)
         counted, lr = counted_targets(arrays), learning_rate(config, t)
-        with _matmul_precision(config):
+        with matmul_precision(config):
             mean = self._gradients(arrays, t, max(counted, 1))
             loss, norm = torch.stack([mean, self._norm(self.grads)]).tolist()
         report = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": counted}
@@ -191,7 +187,7 @@ class Trainer:
         """`_gradients` of micro-batches that are on the device: nothing here is read on the host."""
         config = self.config
         mean = torch.zeros((), dtype=self.grads.dtype, device=self.flat.data.device)
-        with _mode(self.model, True), _remat(self.model, config.remat):
+        with mode(self.model, True), remat(self.model, config.remat):
             target = self._module()
             for m, part in enumerate(parts):
                 loss = self._loss(
@@ -235,10 +231,10 @@ class Trainer:
         """{"loss", "tokens"} over all batches. Rules: core_numpy.training."""
         check_batches(batches)
         device, total, counted = self.flat.data.device, 0.0, 0
-        with _mode(self.model, False), _matmul_precision(self.config):
+        with mode(self.model, False), matmul_precision(self.config):
             target = self._module()
             for batch in batches:
-                arrays = _arrays(batch)
+                arrays = host_arrays(batch)
                 check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
                 total += float(loss_sum(target, *tensors(arrays, device), None, 0.0, 0.0))
                 counted += counted_targets(arrays)
@@ -346,29 +342,6 @@ def _differentiate(loss: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, tuple(leaves), allow_unused=True, materialize_grads=True))
 
 
-def _arrays(batch: Any) -> Any:
-    """The batch on the host, where it is checked; what is no dict goes on to the check."""
-    if not isinstance(batch, Mapping):
-        return batch
-    return {name: to_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for name, x in batch.items()}
-
-
-def tensors(arrays: dict[str, np.ndarray], device: torch.device) -> Tensors:
-    """A batch on its device."""
-    moved = {name: from_numpy(x, device=device) for name, x in arrays.items()}
-    call = {CALL[name]: x for name, x in moved.items() if name in CALL}
-    return moved["tokens"], moved["targets"], call, bool((arrays["targets"] != IGNORED).all())
-
-
-def counted_targets(arrays: dict[str, np.ndarray]) -> int:
-    return int(np.count_nonzero(arrays["targets"] != IGNORED))
-
-
-def rows_of(name: str, x: np.ndarray, rows: Any) -> np.ndarray:
-    """A micro-batch's part of a field; positions (T,) belong to every row."""
-    return x if name == "positions" and x.ndim == 1 else x[rows]
-
-
 def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
@@ -382,42 +355,3 @@ def _wants_compiler(config: TrainConfig, device: torch.device) -> bool:
     compiled = device.type == "cuda" and has_triton()
     log.info("compile='auto' on %s: %s", device.type, "torch.compile" if compiled else "eager")
     return compiled
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Train or eval mode meanwhile; parts that were in the other mode go back to it."""
-    changed = [] if model.training == training else [m for m in model.modules() if m.training != training]
-    for module in changed:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = not training
-
-
-@contextmanager
-def _remat(model: Transformer, wanted: bool) -> Iterator[None]:
-    stacks = [module for module in model.modules() if isinstance(module, Stack)] if wanted else []
-    for stack in stacks:
-        stack.remat = True
-    try:
-        yield
-    finally:
-        for stack in stacks:
-            stack.remat = False
-
-
-@contextmanager
-def _matmul_precision(config: TrainConfig) -> Iterator[None]:
-    """ "highest": float32 products are float32. "default": as the process has set it."""
-    before = torch.get_float32_matmul_precision()
-    if config.matmul_precision == "default" or before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

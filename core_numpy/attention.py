@@ -42,16 +42,12 @@ def attention(
 ) -> np.ndarray:
     """Each query's weighted mean of the values, weighted by how well the keys match it.
 
-        s_ij = scale * q_i . k_j
-        s_ij = softcap * tanh(s_ij / softcap)
-        s_ij = s_ij + bias_ij
+        s_ij = cap(scale * q_i . k_j) + bias_ij                 cap(x) = softcap * tanh(x / softcap), or x without one
         P_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))        over the visible j
-        P_ij = P_ij * kept_ij / (1 - rate)
-        o_i  = sum_j P_ij v_j
+        o_i  = sum_j P_ij * kept_ij / (1 - rate) * v_j
 
-    q (..., H, T, D), k (..., G, S, D), v (..., G, S, Dv) -> (..., H, T, Dv), or without the heads axis (T, D), (S, D),
-    (S, Dv) -> (T, Dv). float16, bfloat16, float32 or float64 in; computed in float64; out in q's dtype.
-    Refuses what `contract.checks.attention.attention_plan` lists.
+    q (..., H, T, D), k (..., G, S, D), v (..., G, S, Dv) -> (..., H, T, Dv), or all without the heads axis. float16,
+    bfloat16, float32 or float64 in, computed in float64. Refuses what `contract.checks.attention.attention_plan` lists.
 
     attention-1: all axes in front of the heads axis are batch axes; 2-D inputs have one head and no heads axis.
     attention-2: H is a multiple of G, and query head h reads key/value head h // (H // G).
@@ -78,28 +74,12 @@ def attention(
     attention-23: T = 0 and B = 0 give empty outputs; with S = 0 every query is one that may attend to no key.
     attention-24: the scores of a row may all grow by the same number, of any size, without effect on the output.
 
-    Source: Vaswani et al., "Attention is all you need", 2017, equation 1; grouped heads: Ainslie et al., 2023; soft
-    cap: Gemma 2, 2024; sinks: Xiao et al., 2023, in the form of gpt-oss.
+    Source: Vaswani et al. 2017, eq. 1; grouped heads: Ainslie et al. 2023; cap: Gemma 2; sinks: as gpt-oss has them.
     """
     return attention_with_lse(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )[0]
+        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel)[0]  # fmt: skip
 
 
 def attention_weights(
@@ -130,24 +110,10 @@ def attention_weights(
     attention-26: asking for the weights never changes the output.
     """
     pairs = arrange(
-        q,
-        k,
-        None,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, None, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     plan = pairs.plan
     weights = np.zeros((*plan.batch, plan.G, plan.group, plan.T, plan.S), dtype=np.asarray(q).dtype)
     with np.errstate(**QUIET):
@@ -187,24 +153,10 @@ def attention_with_lse(
     attention-28: lse is float32, float64 for float64 inputs, and has a gradient.
     """
     pairs = arrange(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     plan, values = pairs.plan, split_heads(v, pairs.plan).astype(np.float64)
     out = np.empty((*plan.batch, plan.G, plan.group, plan.T, plan.Dv), dtype=np.asarray(q).dtype)
     lse = np.empty(out.shape[:-1], dtype=np.float64 if plan.dtype == "float64" else np.float32)
@@ -308,22 +260,8 @@ def explain_kernel(
 ) -> str:
     """Which kernel `attention` would choose for these arguments, and why, one sentence per kernel."""
     arrange(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        kernel=kernel,
-    )
+        q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
+        q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
+    )  # fmt: skip
     return "reference: chosen; it is the only kernel of core_numpy and serves every argument in float64."

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import backend_torch as B
+from backend_torch.batches import tensors
 from backend_torch.optimizer import clip, global_norm, update
-from backend_torch.training import tensors
 from core_numpy.contract.config import ModelConfig, TrainConfig
 
 from . import Row

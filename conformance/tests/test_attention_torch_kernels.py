@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,20 +19,7 @@ from backend_torch.attention import (  # noqa: E402
     explain_kernel,
 )
 from conformance.tests import refusals_attention as refusals  # noqa: E402
-
-
-def _tensors(keywords: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: from_numpy(x.astype(np.int64) if x.dtype == np.uint32 else x) if isinstance(x, np.ndarray) else x
-        for name, x in keywords.items()
-    }
-
-
-def _qkv(B=2, H=4, G=2, T=5, S=7, D=6, Dv=6, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, Dv))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
-
+from conformance.tests.torch_attention import as_tensors, qkv  # noqa: E402
 
 # The keyword arguments of `attention` in their order.
 DEFAULTS = {name: p.default for name, p in inspect.signature(attention).parameters.items() if name not in "qkv"}
@@ -45,7 +31,7 @@ DEFAULTS = {name: p.default for name, p in inspect.signature(attention).paramete
     ("arguments", "exception", "phrase"), [r[1:] for r in refusals.ROWS], ids=[r[0] for r in refusals.ROWS]
 )
 def test_what_the_contract_refuses_is_refused_with_its_sentence(arguments, exception, phrase):
-    keywords = _tensors(arguments())
+    keywords = as_tensors(arguments())
     with pytest.raises(exception, match=re.escape(phrase)):
         attention(keywords.pop("q"), keywords.pop("k"), keywords.pop("v"), **keywords)
 
@@ -54,7 +40,7 @@ def test_what_the_contract_refuses_is_refused_with_its_sentence(arguments, excep
 
 
 def test_a_kernel_that_cannot_serve_says_why():
-    q, k, v = _qkv()
+    q, k, v = qkv()
     for keywords, phrase in (
         ({"softcap": 1.0}, "soft cap"),
         ({"sinks": torch.zeros(4)}, "sinks"),
@@ -72,7 +58,7 @@ def test_a_kernel_that_cannot_serve_says_why():
 
 
 def test_explanation_has_one_sentence_per_kernel_and_one_choice():
-    q, k, v = _qkv()
+    q, k, v = qkv()
     text = explain_kernel(q, k, v, softcap=1.0)
     assert len(text.splitlines()) == len(available_kernels())
     assert text.count("is chosen") == 1
@@ -80,17 +66,17 @@ def test_explanation_has_one_sentence_per_kernel_and_one_choice():
 
 
 def test_the_choice_skips_what_a_narrow_band_leaves_out():
-    q, k, v = _qkv(B=1, T=2048, S=2048, D=2, Dv=2)
+    q, k, v = qkv(B=1, T=2048, S=2048, D=2, Dv=2)
     assert "sdpa is chosen" in explain_kernel(q, k, v, causal=True)
     assert "blockwise is chosen" in explain_kernel(q, k, v, window=(256, 0))
     assert "sdpa is chosen" in explain_kernel(q, k, v, kv_lengths=torch.tensor([5]))  # one length: cut off
-    q, k, v = _qkv(B=2, T=2048, S=2048, D=2, Dv=2)
+    q, k, v = qkv(B=2, T=2048, S=2048, D=2, Dv=2)
     assert "blockwise is chosen" in explain_kernel(q, k, v, kv_lengths=torch.tensor([5, 9]))
 
 
 def test_a_learned_bias_takes_the_formula_where_scores_are_few_and_ours_where_they_would_fill_memory():
     for length, chosen in ((64, "dense"), (2048, "blockwise")):
-        q, k, v = _qkv(B=1, T=length, S=length, D=2, Dv=2)
+        q, k, v = qkv(B=1, T=length, S=length, D=2, Dv=2)
         bias = torch.zeros(length, length, requires_grad=True)
         assert f"{chosen} is chosen" in explain_kernel(q, k, v, bias=bias)
 
@@ -102,7 +88,7 @@ def test_flex_conditions_mean_what_the_formula_means():
     from backend_torch.flex import flex
 
     torch._dynamo.reset()
-    q, k, v = (x.detach() for x in _qkv(D=16, Dv=16, dtype=torch.float32))
+    q, k, v = (x.detach() for x in qkv(D=16, Dv=16, dtype=torch.float32))
     ids = torch.tensor([[0, 0, 1, 1, -1, 2, 2], [0, 1, 1, 1, 1, 1, -1]])
     for keywords in (
         {"causal": True, "q_offset": 2, "softcap": 2.0, "sinks": torch.linspace(-1, 1, 4)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,22 +13,16 @@ torch = pytest.importorskip("torch")
 
 import core_numpy  # noqa: E402
 from backend_torch import attention, attention_with_lse, known  # noqa: E402
-from backend_torch.arrays import from_numpy, to_numpy  # noqa: E402
+from backend_torch.arrays import to_numpy  # noqa: E402
 from conformance.tests import mix_attention as mix  # noqa: E402
 from conformance.tests import refusals_attention as refusals  # noqa: E402
+from conformance.tests.torch_attention import as_tensors  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(known, "_known", {})
     monkeypatch.setattr(known, "_plain", {})
-
-
-def _tensors(keywords: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: from_numpy(x.astype(np.int64) if x.dtype == np.uint32 else x) if isinstance(x, np.ndarray) else x
-        for name, x in keywords.items()
-    }
 
 
 def _qkv(T=5, S=5, seed=0, dtype=torch.float64):
@@ -68,11 +61,11 @@ def test_what_only_looks_like_a_right_argument_is_refused_after_it(name):
 def test_what_is_refused_is_refused_again_and_after_right_calls(row):
     _, arguments, exception, phrase = row
     for times in range(3):
-        keywords = _tensors(arguments())
+        keywords = as_tensors(arguments())
         with pytest.raises(exception, match=re.escape(phrase)):
             attention(keywords.pop("q"), keywords.pop("k"), keywords.pop("v"), **keywords)
         for changes in ({}, {"causal": True, "q_offset": 0}, {"mask": np.ones((3, 5), bool)}):
-            assert attention(**_tensors(refusals.valid() | changes)).shape == (2, 4, 3, 7), times
+            assert attention(**as_tensors(refusals.valid() | changes)).shape == (2, 4, 3, 7), times
 
 
 def test_the_values_of_a_remembered_form_are_looked_at():
@@ -116,7 +109,7 @@ def test_another_dtype_or_shape_is_another_form():
 def test_the_second_call_means_what_the_first_means(row):
     arrays, keywords = mix.arguments(row)
     expected = core_numpy.attention_with_lse(**arrays, **keywords)
-    ours = _tensors(arrays | keywords)
+    ours = as_tensors(arrays | keywords)
     for _ in range(2):
         found = attention(**ours), *attention_with_lse(**ours)
         for mine, theirs in zip(found, (expected[0], *expected), strict=True):

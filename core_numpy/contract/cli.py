@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from .config import PRECISIONS, SCHEDULES, ModelConfig
+from .config import ModelConfig
 from .data import evaluation_batches, split
 from .files import Checkpoint, read_checkpoint
 from .parallel import parse_parallel
 from .progress import bits_per_byte
 from .source import open_source
+from .train_config import PRECISIONS, SCHEDULES
 from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, resume, run, stored_settings
 from .words import Words
 
