@@ -116,22 +116,33 @@ def run(argv: Sequence[str]) -> int:
     # The slowest first, so that the others fill the second core meanwhile.
     names = list(dict.fromkeys(options.targets or installed()))
     order = sorted(names, key=lambda name: name not in ("backend_jax", "jax"))
+    unusable: dict[str, Exception] = {}
+
+    def left_out(name: str, error: Exception) -> None:
+        unusable[name] = error
+        if len(names) > 1:  # said at once: the others may take an hour
+            print(f"conformance run: {error}; the other targets go on", file=sys.stderr)
+
     with Bar(len(names) * len(cases), quiet=options.json == "-") as advance:
         jobs = options.jobs or cores()
-        judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite)
+        judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite, left_out)
+    if not judged:
+        raise next(iter(unusable.values()))
+    names = [name for name in names if name in judged]
     whole = not options.case and options.suite is None
     results = [r for name in names for r in deviations.apply(name, judged[name][0], whole=whole)]
     called = {name: judged[name][0][0].target if judged[name][0] else name for name in names}
     facts = {called[name]: judged[name][1] for name in names}
     if options.json != "-":
         summary.print_run(results, facts)
-    document = summary.document(results, facts, options.level, options.suite)
+    said = {name: " ".join(str(error).split()) for name, error in unusable.items()}
+    document = summary.document(results, facts, options.level, options.suite, said)
     if options.diagnose or (options.diagnose is None and options.html):
-        _diagnosed(document, called, options)
+        _diagnosed(document, called, options, timeout)
     if options.json:
         summary.write_json(options.json, document)
     if options.junit:
-        summary.write_junit(options.junit, results)
+        summary.write_junit(options.junit, results, said)
     if options.html:
         from .report.html import write_report
 
@@ -139,10 +150,12 @@ def run(argv: Sequence[str]) -> int:
     idle = [name for name in names if all(result.status == ABSENT for result in judged[name][0])]
     for name in idle:
         print(f"conformance run: {name} offers nothing that these cases ask for: nothing was judged", file=sys.stderr)
-    return int(bool(idle) or any(result.status == FAILED for result in results))
+    if said:
+        print(f"conformance run: {', '.join(said)}: not judged", file=sys.stderr)
+    return 3 if said else int(bool(idle) or any(result.status == FAILED for result in results))
 
 
-def _diagnosed(document: dict[str, Any], called: dict[str, str], options: argparse.Namespace) -> None:
+def _diagnosed(document: dict[str, Any], called: dict[str, str], options: argparse.Namespace, timeout: float) -> None:
     """Adds "diagnosis" to each target of the document that fails a case of ours."""
     from . import diagnose
     from .runner import FAILED
@@ -150,7 +163,7 @@ def _diagnosed(document: dict[str, Any], called: dict[str, str], options: argpar
     for name, target in called.items():
         found = document["targets"][target]
         if found["counts"][FAILED] and options.suite is None:  # an outside suite's cases are not ours to diagnose
-            found["diagnosis"] = diagnose.separately(name, options.level, options.case)
+            found["diagnosis"] = diagnose.separately(name, options.level, options.case, timeout)
             if options.json != "-":
                 diagnose.print_document(target, found["diagnosis"])
 

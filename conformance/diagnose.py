@@ -24,9 +24,11 @@ import numpy as np
 from . import oracle, rows
 from .memory import remembered, remembering
 from .models import ModelCase
-from .observations import Arrays, Row, bounds_of, distance, observe, rows_of
+from .observations import Arrays, Row, bounds_of, cases_of, distance, look_at, observe, rows_of
+from .progress import Bar
 from .targets.protocol import Target
 from .workers import THREADS
+from .workers import TIMEOUT as CALL_TIMEOUT
 from .zoo.catching import touched
 from .zoo.every import all_faults
 from .zoo.faults import Fault, Faulty
@@ -95,8 +97,12 @@ class Bench:
 
 def diagnose(target: Target, judged: Sequence[Row], bench: Bench) -> list[Guess]:
     """The best guesses, best first; several faults of different functions come one after the other."""
+    return explain(judged, {row.case.id: observe(target, row) for row in judged if row.failed}, bench)
+
+
+def explain(judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:
+    """The same from what the target gave on the rows that fail."""
     failing = [row for row in judged if row.failed]
-    seen = {row.case.id: observe(target, row) for row in failing}
     guesses: list[Guess] = []
     left = failing
     while left and len(guesses) < SHOWN:
@@ -228,13 +234,14 @@ def document(target: str, failing: Sequence[str], guesses: Sequence[Guess]) -> d
     }
 
 
-def separately(name: str, level: str, pattern: str | None) -> dict[str, Any]:
+def separately(name: str, level: str, pattern: str | None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
     """The document of a diagnosis made in a process of its own, since the target may hang or die; {"note": why there is
     none} where it gave none."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "diagnosis.json")
         command = [sys.executable, "-m", "conformance", "diagnose", name, "--level", level, "--json", path]
         command += ["--case", pattern] if pattern else []
+        command += ["--timeout", f"{timeout:g}"]
         paths = os.pathsep.join(filter(None, [*sys.path, os.getcwd()]))
         environment = {**os.environ, **THREADS, "PYTHONPATH": paths}
         process = subprocess.Popen(
@@ -244,8 +251,12 @@ def separately(name: str, level: str, pattern: str | None) -> dict[str, Any]:
         try:
             _, said = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with what the target started
-            process.communicate()
+            process.send_signal(signal.SIGINT)  # it ends the target's process, with what that started
+            try:
+                process.communicate(timeout=10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
             return {"note": f"the diagnosis took longer than {TIMEOUT:g} seconds and was ended"}
         try:
             with open(path, encoding="utf-8") as file:
@@ -265,27 +276,63 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--level", default="quick", choices=rows.LEVELS)
     parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON; - for standard output")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", default=CALL_TIMEOUT,
+        help="end a target that is silent for longer in one case; default: 120",
+    )  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
-    from .targets import load
-
-    target = load(options.target)
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout must be a positive number of seconds; got {options.timeout:g}")
     with remembering():
-        judged = rows_of(target, options.level, options.case)
-        if not judged:
+        name, judged, seen, lost = _looked(options)
+        if not judged and not lost:
             raise ValueError(f"{options.target} offers nothing that a case could judge")
         failing = [row.case.id for row in judged if row.failed]
-        guesses = diagnose(target, judged, Bench()) if failing else []
-    found = document(target.name, failing, guesses)
+        guesses = explain(judged, seen, Bench()) if failing else []
+    failing += lost
+    found = document(name, failing, guesses)
     if options.json:
         from .summary import write_json
 
         write_json(options.json, found)
     if options.json != "-":
-        print_document(target.name, found)
+        print_document(name, found)
         if not failing:
             print(f"nothing to diagnose: {len(judged)} cases pass")
     return int(bool(failing))
+
+
+def _looked(options: argparse.Namespace) -> tuple[str, list[Row], dict[str, Arrays], list[str]]:
+    """The target's name, its cases judged, what it gave on those that fail, and the ids of those that have no answer
+    because it hung or died there: each way of that is said once on standard error."""
+    from .isolated import Isolated, LostError
+
+    judged: list[Row] = []
+    seen: dict[str, Arrays] = {}
+    lost: list[str] = []
+    said: set[str] = set()
+    there = Isolated(options.target, options.level, options.timeout)
+    cases = cases_of(options.level, options.case)
+    try:
+        with Bar(len(cases), quiet=options.json == "-") as advance:
+            for case in cases:
+                try:
+                    found = there.ask(case.function, look_at, case, options.level)
+                except LostError as why:
+                    lost.append(case.id)
+                    if str(why) not in said:
+                        print(f"conformance diagnose: {case.id}: {why}", file=sys.stderr)
+                    said.add(str(why))
+                    continue
+                finally:
+                    advance(case.id)
+                if found is not None:
+                    judged.append(found[0])
+                    seen[case.id] = found[1]
+    finally:
+        there.end()
+    return there.offer.name, judged, seen, lost
 
 
 def print_document(target: str, found: Mapping[str, Any]) -> None:

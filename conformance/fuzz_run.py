@@ -144,15 +144,28 @@ def run_fuzz(names: Sequence[str], seed: int, seconds: float, timeout: float, js
 
     kept = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(THREADS)
+    found: list[Fuzzed] = []
+    unusable: dict[str, ImportError] = {}
     try:
-        found = [_with_bar(name, seed, seconds, timeout, json == "-") for name in names]
+        for name in names:
+            try:
+                found.append(_with_bar(name, seed, seconds, timeout, json == "-"))
+            except ImportError as error:
+                unusable[name] = error
+                if len(names) > 1:
+                    print(f"conformance run: {error}; the other targets go on", file=sys.stderr)
     finally:
         for key, old in kept.items():
             os.environ.pop(key) if old is None else os.environ.__setitem__(key, old)
+    if not found:
+        raise next(iter(unusable.values()))
     if json:
         summary.write_json(json, document(found, seed, seconds))
     if json != "-":
         _print(found)
+    if unusable:
+        print(f"conformance run: {', '.join(unusable)}: not judged", file=sys.stderr)
+        return 3
     return int(any(one.failed or not one.draws for one in found))
 
 

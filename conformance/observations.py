@@ -35,15 +35,29 @@ class Row:
 
 def rows_of(target: Target, level: str = "quick", pattern: str | None = None) -> list[Row]:
     """Every case that the target offers, refusals aside, judged: failing ones in the dtype where they fail first."""
-    found = []
+    rows = [row_of(target, case, level) for case in cases_of(level, pattern)]
+    return [row for row in rows if row is not None]
+
+
+def cases_of(level: str = "quick", pattern: str | None = None) -> list[Case | ModelCase]:
+    """The cases that show in numbers: all but refusals."""
     cases: list[Case | ModelCase] = [case for case in space.select(level, pattern) if case.verb != "refuses"]
-    for case in [*cases, *models.select_models(level, pattern)]:
-        worst = _worst(case, target, level)
-        if worst is None:
-            continue
-        case = as_offered(case, target)[0] if isinstance(case, Case) else case
-        found.append(Row(case, worst.dtype, worst.kernel, worst.share, worst.status == FAILED))
-    return found
+    return [*cases, *models.select_models(level, pattern)]
+
+
+def row_of(target: Target, case: Case | ModelCase, level: str = "quick") -> Row | None:
+    """The case, judged; None for one that the target does not offer."""
+    worst = _worst(case, target, level)
+    if worst is None:
+        return None
+    case = as_offered(case, target)[0] if isinstance(case, Case) else case
+    return Row(case, worst.dtype, worst.kernel, worst.share, worst.status == FAILED)
+
+
+def look_at(target: Target, case: Case | ModelCase, level: str = "quick") -> tuple[Row, Arrays] | None:
+    """The case, judged, and what the target gives on it where it fails."""
+    row = row_of(target, case, level)
+    return None if row is None else (row, observe(target, row) if row.failed else {})
 
 
 def _worst(case: Case | ModelCase, target: Target, level: str) -> Result | None:
@@ -72,7 +86,9 @@ def observe(target: Target, row: Row) -> Arrays:
             work(target, row, found)
     except NotOffered:
         pass
-    except Exception as error:  # whatever a target raises is an observation
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a target raises is an observation
         return {"error": np.array(type(error).__name__)}
     return found
 

@@ -6,6 +6,8 @@ among the arguments: elsewhere they may belong to somebody's conftest.
 
 A test's id is `conformance.plugin::my_package.my_attention::attention-causal[float32-auto]`: with `--pyargs` in front
 it selects that test, without its last part all of a target. `-k` selects by case, function, dtype and kernel.
+
+Each target has a process of its own (isolated.py), so that one that hangs or dies loses a test and no other.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ def _add_options(group: Any, target: str, level: str) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    _add_options(parser.getgroup("conformance"), "--conformance-target", "--conformance-level")
+    group = parser.getgroup("conformance")
+    _add_options(group, "--conformance-target", "--conformance-level")
+    group.addoption(
+        "--conformance-timeout", type=float, metavar="SECONDS", default=120.0,
+        help="end a target that is silent for longer in one call; default: 120; 0, or with --pdb: judge it in the "
+        "process of pytest, without a limit",
+    )  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,12 +60,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     names = targets_of(session.config)
     if not names:
         return
-    from .targets import load
+    from .isolated import InProcess, Isolated
 
+    level, timeout = session.config.option.conformance_level, session.config.option.conformance_timeout
+    if not timeout >= 0:
+        raise pytest.UsageError(f"--conformance-timeout must be 0 or a number of seconds; got {timeout:g}")
+    inside = timeout == 0 or session.config.option.usepdb
+    loaded = session.config.stash.setdefault(_loaded, {})
     try:
-        session.config.stash[_loaded] = {name: load(name) for name in names}
+        for name in names:
+            loaded[name] = InProcess(name, level) if inside else Isolated(name, level, timeout)
     except ImportError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for target in config.stash.get(_loaded, {}).values():
+        target.end()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -85,28 +104,28 @@ class Suite(pytest.File):
     """All targets of the session."""
 
     def collect(self) -> Iterator[pytest.Collector]:
-        for name, target in self.config.stash[_loaded].items():
-            yield Judged.from_parent(self, name=name, target=target)
+        for name, there in self.config.stash[_loaded].items():
+            yield Judged.from_parent(self, name=name, there=there)
 
 
 class Judged(pytest.Collector):
     """One target: a test per case, dtype and kernel."""
 
-    def __init__(self, *, target: Any, **more: Any) -> None:
+    def __init__(self, *, there: Any, **more: Any) -> None:
         super().__init__(**more)
-        self.target = target
+        self.there = there
 
     def collect(self) -> Iterator[pytest.Item]:
         from .models import ModelCase, model_dtypes
         from .runner import calls
         from .workers import selected
 
-        level = self.config.option.conformance_level
+        level, offer = self.config.option.conformance_level, self.there.offer
         for case in selected(level, None):
             if isinstance(case, ModelCase):
-                pairs = [(dtype, "auto") for dtype in model_dtypes(case, self.target, level)]
+                pairs = [(dtype, "auto") for dtype in model_dtypes(case, offer, level)]
             else:
-                pairs = calls(case, self.target, level)
+                pairs = calls(case, offer, level)
             for dtype, kernel in pairs:
                 name = f"{case.id}[{dtype}-{kernel}]"
                 yield Call.from_parent(self, name=name, case=case, dtype=dtype, kernel=kernel)
@@ -125,16 +144,11 @@ class Call(pytest.Item):
         self.extra_keyword_matches.add(case.function)
 
     def runtest(self) -> None:
-        from .models import ModelCase, judge_model_case
-        from .runner import ABSENT, FAILED, judge_call
+        from .isolated import judge_there
+        from .runner import ABSENT, FAILED
 
         assert isinstance(self.parent, Judged)
-        target = self.parent.target
-        if isinstance(self.case, ModelCase):
-            level = self.config.option.conformance_level
-            result = judge_model_case(self.case, target, self.dtype, level)
-        else:
-            result = judge_call(self.case, target, self.dtype, self.kernel)
+        result = judge_there(self.parent.there, self.case, self.dtype, self.kernel)
         self.user_properties += [("share", result.share), ("comparisons", result.comparisons)]
         if result.status == ABSENT:
             pytest.skip(f"not offered: {result.detail}")

@@ -151,7 +151,9 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
         status, detail = ABSENT, str(absent)
     except Disagreement as wrong:
         status, detail = FAILED, str(wrong)
-    except (Exception, SystemExit) as error:  # a target that calls sys.exit ends its case, not the run
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, a cancelled task, a panic in Rust: it ends its case, not the run
         status, detail = FAILED, f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - begun
     return Result(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .runner import ABSENT, FAILED, KNOWN, PASSED, Result
+from .runner import ABSENT, FAILED, KNOWN, PASSED, Result, printable
 
 SCHEMA = 1
 
@@ -29,11 +29,16 @@ def environment(facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def document(
-    results: Sequence[Result], facts: dict[str, dict[str, Any]], level: str, suite: str | None = None
+    results: Sequence[Result],
+    facts: dict[str, dict[str, Any]],
+    level: str,
+    suite: str | None = None,
+    unusable: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The JSON document of a run: per target its counts and every judged call. facts: what each target says of itself.
-    suite: the outside suite that was run, None for our own cases. A call has "errors", where it is off, if it failed
-    or if it used the most of its budget among the calls of its case.
+    suite: the outside suite that was run, None for our own cases. unusable: the targets that could not be judged, and
+    why. A call has "errors", where it is off, if it failed or if it used the most of its budget among the calls of its
+    case.
 
     The same run gives the same bytes, `seconds` aside.
     """
@@ -45,7 +50,14 @@ def document(
             if r.status == PASSED and (r.case not in worst or r.share > worst[r.case].share):
                 worst[r.case] = r
         named[name] = {"counts": counts(mine), "cases": [_call(r, worst.get(r.case) is r) for r in mine]}
-    return {"schema": SCHEMA, "level": level, "suite": suite, "targets": named, "environment": environment(facts)}
+    return {
+        "schema": SCHEMA,
+        "level": level,
+        "suite": suite,
+        "targets": named,
+        "unusable": unusable or {},
+        "environment": environment(facts),
+    }
 
 
 def _call(r: Result, worst: bool) -> dict[str, Any]:
@@ -94,8 +106,8 @@ def write_json(path: str | Path, value: Any) -> None:
         write_text(path, text)
 
 
-def write_junit(path: str | Path, results: Sequence[Result]) -> None:
-    """One test case per judged call; what is not offered is skipped."""
+def write_junit(path: str | Path, results: Sequence[Result], unusable: dict[str, str] | None = None) -> None:
+    """One test case per judged call; what is not offered is skipped; a target that could not be judged is an error."""
     suites = ElementTree.Element("testsuites")
     for target in sorted({r.target for r in results}):
         mine = [r for r in results if r.target == target]
@@ -110,6 +122,10 @@ def write_junit(path: str | Path, results: Sequence[Result]) -> None:
                 ElementTree.SubElement(node, "failure", message=r.detail)
             elif r.status in (ABSENT, KNOWN):
                 ElementTree.SubElement(node, "skipped", message=r.detail)
+    for target, why in (unusable or {}).items():
+        suite = ElementTree.SubElement(suites, "testsuite", {"name": target, "tests": "1", "errors": "1"})
+        node = ElementTree.SubElement(suite, "testcase", {"classname": target, "name": "import"})
+        ElementTree.SubElement(node, "error", message=printable(why))
     write_text(path, ElementTree.tostring(suites, encoding="unicode"))
 
 

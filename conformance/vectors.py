@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,12 @@ from .runner import FAILED, Result, judged
 from .space import select
 from .targets.protocol import NotOffered, Target
 from .vector_cases import model_vectors_of, vectors_of
+from .workers import lost_call
 
 SCHEMA = exchange.SCHEMA
 MANIFEST = "vectors.json"
+# Where a result that a broken vector has is wrong: not in the answer.
+BROKEN = "the vector"
 
 
 def write(folder: str | os.PathLike[str], level: str = "quick", pattern: str | None = None) -> dict[str, Any]:
@@ -110,14 +113,18 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return manifest
 
 
+class BrokenError(ValueError):
+    """A vector's own files are not what was written: no answer can be judged by them."""
+
+
 def _sound(folder: Path, entry: Mapping[str, Any]) -> None:
     """Every file of a vector is there and has the bytes that were written."""
     for name, digest in entry["files"].items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{folder} is broken: {name} is missing; write the vectors again")
+            raise BrokenError(f"{folder} is broken: {name} is missing; write the vectors again")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise ValueError(f"{folder} is broken: {name} is not what was written; write the vectors again")
+            raise BrokenError(f"{folder} is broken: {name} is not what was written; write the vectors again")
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,8 @@ class _Entry:
 def check(
     folder: str | os.PathLike[str], answers: str | os.PathLike[str], pattern: str | None = None
 ) -> tuple[list[Result], list[str]]:
-    """One result per vector, and the names of answers that belong to no vector. A missing answer is not offered."""
+    """One result per vector, and the names of answers that belong to no vector. A missing answer is not offered; a
+    vector that is broken fails, with where = BROKEN."""
     folder, answers = Path(folder), Path(answers)
     manifest = read_manifest(folder)
     if not answers.is_dir():
@@ -145,13 +153,17 @@ def check(
     target = Target(None, answers.name or "answers")
     results = []
     for entry in chosen:
-        _sound(folder, entry)
-        asked = json.loads((folder / "inputs" / f"{entry['id']}.json").read_text(encoding="utf-8"))
+        case = _Entry(entry["id"], tuple(entry["rules"]), entry["function"])
+        try:
+            _sound(folder, entry)
+            asked = json.loads((folder / "inputs" / f"{entry['id']}.json").read_text(encoding="utf-8"))
+        except BrokenError as error:
+            results.append(replace(lost_call(case, target.name, str(error)), where=BROKEN))
+            continue
 
         def work(tally: Tally, asked: dict[str, Any] = asked) -> None:
             _check_answer(folder, answers, asked, tally)
 
-        case = _Entry(entry["id"], tuple(entry["rules"]), entry["function"])
         results.append(judged(case, target, asked["dtype"], "auto", work))
     return results, sorted(found - known)
 
@@ -226,4 +238,9 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         level = read_manifest(options.folder)["level"]
         summary.write_json(options.json, summary.document(results, facts, level))
+    broken = [result for result in results if result.where == BROKEN]
+    if broken:
+        rest = f" ({len(broken)} broken; the others were judged)"
+        print(f"conformance vectors: {broken[0].detail}{rest}", file=sys.stderr)
+        return 2
     return int(bool(strangers) or any(result.status == FAILED for result in results))

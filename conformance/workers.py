@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,19 @@ def quick_settings() -> dict[str, str]:
     if EMITTERS in given or not _known_to_xla(EMITTERS):
         return QUICK
     return QUICK | {"XLA_FLAGS": f"{given} --{EMITTERS}=false".strip()}
+
+
+@contextmanager
+def settings_of(level: str) -> Iterator[None]:
+    """The environment in which the processes of a level are started; afterwards it is as it was."""
+    settings = THREADS | (quick_settings() if level == "quick" else {})
+    kept = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for key, old in kept.items():
+            os.environ.pop(key) if old is None else os.environ.__setitem__(key, old)
 
 
 def _known_to_xla(flag: str) -> bool:
@@ -121,8 +134,11 @@ def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: s
             if index in skip:
                 continue
             pipe.send(("case", index))
-            for result in results_of(case, target, level):
-                pipe.send(("result", result))
+            try:
+                for result in results_of(case, target, level):
+                    pipe.send(("result", result))
+            except KeyboardInterrupt:  # nobody's at the keyboard: that does not reach this process's group
+                pipe.send(("result", lost_call(case, target.name, "KeyboardInterrupt, raised by the target")))
         pipe.send(("case", SURFACE))
         if not pattern and suite is None and SURFACE not in skip:
             for result in run_surface(target):
@@ -143,7 +159,7 @@ def end_process(process: Any) -> None:
     process.join()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Run:
     """A target on its way: what it has given so far, and the process that is at it now."""
 
@@ -177,14 +193,14 @@ class _Run:
         if not self.ready or self.at == SURFACE:
             raise (RuntimeError if self.ready else ImportError)(f"target {self.name!r}: its process {why}")
         case = self.cases[self.at]
-        self.results[self.at].append(_lost(case, self.target, f"its process {why}"))
+        self.results[self.at].append(lost_call(case, self.target, f"its process {why}"))
         self.lost[case.function] = self.lost.get(case.function, 0) + 1
         if self.lost[case.function] < MOST_LOST:
             return
         why = f"was not asked: {MOST_LOST} cases of {case.function} were lost before"
         for index, other in enumerate(self.cases):
             if other.function == case.function and index not in self.results and index not in self.others:
-                self.results[index] = [_lost(other, self.target, why)]
+                self.results[index] = [lost_call(other, self.target, why)]
 
 
 def _dealt(name: str, cases: list[Any], parts: int) -> list[_Run]:
@@ -202,10 +218,11 @@ def _joined(runs: list[_Run]) -> tuple[list[Result], dict[str, Any]]:
     return [result for index, part in found for result in runs[part].results[index]], runs[0].facts or {}
 
 
-def _lost(case: Any, target: str, why: str) -> Result:
+def lost_call(case: Any, target: str, why: str, dtype: str = "any", kernel: str = "any") -> Result:
+    """The failure of a call, or of all calls of a case, of which there is no answer."""
     return Result(
-        case=case.id, rules=case.rules, function=case.function, target=target, dtype="any", kernel="any", status=FAILED,
-        share=1e300, where="", comparisons=0, detail=why, seconds=0.0,
+        case=case.id, rules=case.rules, function=case.function, target=target, dtype=dtype, kernel=kernel,
+        status=FAILED, share=1e300, where="", comparisons=0, detail=why, seconds=0.0,
     )  # fmt: skip
 
 
@@ -217,39 +234,55 @@ def judge_targets(
     jobs: int,
     timeout: float = TIMEOUT,
     suite: str | None = None,
+    unusable: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, tuple[list[Result], dict[str, Any]]]:
     """`judge_target` for each name, `jobs` processes at a time.
 
-    Raises ImportError where a target cannot be imported, RuntimeError where it breaks the suite itself.
+    ImportError where a target cannot be imported, RuntimeError where it breaks the suite itself: raised, or given to
+    `unusable` with the target's name; then the others go on, and the answer lacks this one.
     """
     context = multiprocessing.get_context("spawn")
-    settings = THREADS | (quick_settings() if level == "quick" else {})
-    kept = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
     cases = selected(level, pattern, suite)
     # A target that few cases are asked of is not worth importing twice.
     parts = {name: _dealt(name, cases, max(1, min(jobs, len(cases) // 20))) for name in names}
     waiting = [run for name in names for run in parts[name]]
     running: list[_Run] = []
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(waiting.pop(0))
-                running[-1].start(context, level, pattern, suite)
-            multiprocessing.connection.wait([run.pipe for run in running], timeout=0.5)
-            for run in list(running):
-                if _listen(run, seen, timeout):
-                    run.end()
-                    if run.facts is None:
-                        run.start(context, level, pattern, suite)
-                    else:
-                        running.remove(run)
+        with settings_of(level):
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    running.append(waiting.pop(0))
+                    running[-1].start(context, level, pattern, suite)
+                multiprocessing.connection.wait([run.pipe for run in running], timeout=0.5)
+                for run in [run for run in running if run.name in parts]:
+                    try:
+                        over = _listen(run, seen, timeout)
+                    except (ImportError, RuntimeError) as error:
+                        if unusable is None:
+                            raise
+                        unusable(run.name, error)
+                        _leave(parts.pop(run.name), waiting, running)
+                        break
+                    if over:
+                        run.end()
+                        if run.facts is None:
+                            run.start(context, level, pattern, suite)
+                        else:
+                            running.remove(run)
     finally:
         for run in running:
             run.end()
-        for key, old in kept.items():
-            os.environ.pop(key) if old is None else os.environ.__setitem__(key, old)
-    return {name: _joined(parts[name]) for name in names}
+    return {name: _joined(runs) for name, runs in parts.items()}
+
+
+def _leave(parts: list[_Run], waiting: list[_Run], running: list[_Run]) -> None:
+    """End the parts of a target that cannot be used."""
+    for run in parts:
+        if run in running:
+            run.end()
+            running.remove(run)
+        elif run in waiting:
+            waiting.remove(run)
 
 
 def _listen(run: _Run, seen: Callable[[str], None], timeout: float) -> bool:

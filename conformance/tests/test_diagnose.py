@@ -1,6 +1,6 @@
 """Diagnosis: what is wrong with a target is named, also where the target is no member of the zoo."""
 
-import sys
+import json
 import types
 
 import numpy as np
@@ -159,14 +159,37 @@ def test_nine_in_ten_of_the_zoo_are_named_rightly():
     assert len(right) >= 0.9 * len(all_faults()), sorted(fault.id for fault, _ in found if fault.id not in right)
 
 
-def test_the_command_says_what_is_wrong(monkeypatch, capsys):
-    module = types.ModuleType("wrong_norm")
-    module.rms_norm = lambda x, weight, *, eps, unit_offset=False: core_numpy.rms_norm(x, weight, eps=eps)
-    monkeypatch.setitem(sys.modules, "wrong_norm", module)
+def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    (tmp_path / "wrong_norm.py").write_text(
+        "import core_numpy\ndef rms_norm(x, weight, *, eps, unit_offset=False):\n"
+        "    return core_numpy.rms_norm(x, weight, eps=eps)\n"
+    )
+    (tmp_path / "right_norm.py").write_text("from core_numpy import rms_norm\n")
+    monkeypatch.chdir(tmp_path)
     assert main(["wrong_norm", "--case", "rms_norm"]) == 1
     assert "1. unit_offset is ignored; the contract multiplies by 1 + weight." in capsys.readouterr().out
-    module.rms_norm = core_numpy.rms_norm
-    assert main(["wrong_norm", "--case", "rms_norm"]) == 0
+    assert main(["right_norm", "--case", "rms_norm"]) == 0
     assert "nothing to diagnose" in capsys.readouterr().out
     with pytest.raises(ValueError, match="offers nothing"):
-        main(["wrong_norm", "--case", "softmax"])
+        main(["right_norm", "--case", "softmax"])
+
+
+def test_a_target_that_hangs_dies_or_stops_the_interpreter_is_diagnosed_on_its_other_cases(
+    tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "unsteady.py").write_text(
+        "import os, sys, time\nimport core_numpy\ndef silu(x):\n    time.sleep(1000)\ndef relu(x):\n    os._exit(7)\n"
+        "def softmax(x, *, axis=-1):\n    sys.exit(3)\ndef gelu(x, *, approximate='none'):\n"
+        "    return core_numpy.gelu(x, approximate='tanh')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["unsteady", "--case", "lu", "--timeout", "2", "--json", "found.json"]) == 1
+    out, error = capfd.readouterr()
+    assert "1. approximate" in out or "tanh" in out.splitlines()[0]
+    assert "no known fault explains silu, relu" in out
+    assert "silu: its process gave no answer within 2 seconds and was ended" in error
+    assert "relu: its process died (exit code 7)" in error
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["unexplained"] == ["silu", "relu"] and found["guesses"][0]["fault"] == "gelu-tanh-always"
+    assert main(["unsteady", "--case", "softmax-axis"]) == 1
+    assert "no known fault explains softmax-axis" in capfd.readouterr().out

@@ -73,6 +73,50 @@ def test_a_target_that_cannot_be_loaded_ends_the_run_in_one_line(run):
     assert output.strip().splitlines()[-1].startswith("ERROR: target 'no_such_kernel' cannot be imported")
 
 
+UNSTEADY = """
+import os, time
+import numpy as np
+DTYPES = ("float64", "float32")
+def silu(x):
+    return x / (1 + np.exp(-x))
+def relu(x):
+    time.sleep(1000) if x.dtype == np.float64 else os._exit(7)
+def softmax(x, *, axis=-1):
+    raise KeyboardInterrupt
+"""
+
+
+def test_a_target_that_hangs_or_dies_loses_that_test_and_no_other(run, tmp_path):
+    (tmp_path / "my_kernel.py").write_text(UNSTEADY)
+    asked = ("--pyargs", "conformance", "--target", "my_kernel", "-k", "silu or relu or softmax-axis")
+    status, output = run(*asked, "--conformance-timeout", "2")
+    assert status == 1 and count("failed", output) == 4 and count("passed", output) == 2
+    assert "relu, float64, kernel auto: its process gave no answer within 2 seconds and was ended" in output
+    assert "relu, float32, kernel auto: its process died (exit code 7)" in output
+    assert "softmax, float32, kernel auto: KeyboardInterrupt, raised by the target" in output
+
+
+def test_a_target_is_judged_in_the_process_of_pytest_where_that_is_asked_for(run, tmp_path):
+    (tmp_path / "my_kernel.py").write_text(
+        KERNEL.replace("np.abs(x)", "print(f'judged by the child of {os.getppid()}.') or np.maximum(x, 0)")
+        + "import os\n"
+    )
+    mine = f"judged by the child of {os.getpid()}."
+    one = ("--pyargs", "conformance.plugin::my_kernel::relu[float32-auto]", "--target", "my_kernel")
+    for options in (("--conformance-timeout", "0"), ("--pdb",)):
+        status, output = run(*one, *options, "-s")
+        assert status == 0 and "1 passed" in output and mine in output
+    status, output = run(*one, "--conformance-timeout", "-1")
+    assert status == pytest.ExitCode.USAGE_ERROR and "must be 0 or a number of seconds; got -1" in output
+
+
+def test_a_target_that_dies_while_it_is_imported_ends_the_run_in_one_line(run, tmp_path):
+    (tmp_path / "my_kernel.py").write_text("import os\nos._exit(7)\n")
+    status, output = run("--pyargs", "conformance", "--target", "my_kernel")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert output.strip().splitlines()[-1] == "ERROR: target 'my_kernel': its process died (exit code 7)"
+
+
 def test_it_leaves_other_tests_and_other_options_alone(run, tmp_path):
     (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--target')\n")
     (tmp_path / "test_mine.py").write_text(

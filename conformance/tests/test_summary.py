@@ -101,7 +101,8 @@ def test_a_diagnosis_that_hangs_or_dies_is_a_note(tmp_path, monkeypatch):
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.chdir(tmp_path)
-    assert diagnose.separately("dies", "quick", "relu") == {"note": "there is no diagnosis: it said nothing"}
+    dead = "conformance diagnose: target 'dies': its process died (exit code 7)"
+    assert diagnose.separately("dies", "quick", "relu") == {"note": f"there is no diagnosis: {dead}"}
     assert "cannot be imported" in diagnose.separately("nowhere", "quick", None)["note"]
     monkeypatch.setattr(diagnose, "TIMEOUT", 3.0)
     note = diagnose.separately("hangs", "quick", None)["note"]

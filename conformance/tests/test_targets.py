@@ -213,6 +213,32 @@ def test_a_missing_target_ends_the_command_with_3_and_one_line(capfd):
     assert error.count("\n") == 1 and "no_such_module_here" in error
 
 
+@pytest.mark.parametrize("text", ["raise OSError('no\\nlicence')\n", "import os\nos._exit(7)\n", None])
+def test_a_target_that_cannot_be_used_is_named_and_the_others_are_judged(module, tmp_path, capfd, text):
+    import json
+    from xml.etree import ElementTree
+
+    module(RIGHT, "other_target")
+    name = module(text) if text else "no_such_module_here"
+    files = ["--json", str(tmp_path / "run.json"), "--junit", str(tmp_path / "run.xml")]
+    assert main(["run", name, "other_target", "--case", "attention-scale-one", "--jobs", "2", *files]) == 3
+    out, error = capfd.readouterr()
+    first, last = error.strip().splitlines()
+    assert name in first and first.endswith("; the other targets go on")
+    assert last == f"conformance run: {name}: not judged"
+    assert "2 passed, 0 failed" in out
+    document = json.loads((tmp_path / "run.json").read_text())
+    assert list(document["targets"]) == ["other_target"] and list(document["unusable"]) == [name]
+    broken, judged = sorted(ElementTree.parse(tmp_path / "run.xml").getroot(), key=lambda suite: suite.get("tests"))
+    assert broken.get("errors") == "1" and document["unusable"][name] in broken.find("testcase/error").get("message")
+    assert judged.get("tests") == "4"
+
+
+def test_of_several_targets_none_of_which_can_be_used_the_first_is_said_last(module, capfd):
+    assert main(["run", "no_such_module_here", "nor_this_one", "--case", "softmax"]) == 3
+    assert capfd.readouterr().err.strip().splitlines()[-1].startswith("conformance run: target 'no_such_module_here'")
+
+
 def test_attention_alone_is_judged_where_a_case_asks_for_the_log_sum_exp_too(module):
     (first, *_) = judge(module(RIGHT), "attention-scale")
     assert (first.status, first.function, first.comparisons) == (PASSED, "attention", 1)
@@ -238,6 +264,10 @@ def test_attention_alone_is_judged_where_a_case_asks_for_the_log_sum_exp_too(mod
         ("    x[...] = 0\n    return e / e.sum(axis, keepdims=True)", "softmax wrote into its argument x"),
         ("    raise RuntimeError('no more memory')", "RuntimeError: no more memory"),
         ("    raise SystemExit(0)", "SystemExit: 0"),
+        ("    raise type('PanicException', (BaseException,), {})('index 4')", "PanicException: index 4"),
+        ("    return np.ma.masked_array(np.zeros(3), True).dtype", "a result must be a NumPy array; got numpy.dtype"),
+        ("    return e.astype(complex)", "out must have dtype float64; got complex128"),
+        ("    return e.astype(object)", "out must have dtype float64; got object"),
     ],
 )
 def test_what_a_target_does_wrong_is_said_plainly(module, ending, said):
@@ -311,6 +341,18 @@ def test_a_target_that_hangs_or_dies_loses_that_case_and_no_other(module, tmp_pa
     results, _ = judge_targets([name], "quick", "causal-mask", lambda text: None, 1, timeout=2.0)[name]
     assert {r.detail for r in results if r.status == FAILED} == {"its process died (exit code 5)"}
     assert any(r.status == PASSED for r in results)
+
+
+def test_an_interrupt_that_a_target_raises_ends_no_run(module, capfd):
+    name = module("""
+        from core_numpy import silu
+        def relu(x):
+            raise KeyboardInterrupt
+    """)
+    assert main(["run", name, "--case", "lu", "--jobs", "1"]) == 1
+    out = capfd.readouterr().out
+    assert f"FAILED {name} relu (any, any): KeyboardInterrupt, raised by the target" in out
+    assert "4 passed, 1 failed" in out
 
 
 def test_a_function_that_always_dies_is_not_asked_for_ever(module):

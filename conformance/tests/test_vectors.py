@@ -240,8 +240,6 @@ def broken(kind, path):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("missing input", "inputs/softmax.float32.safetensors is missing"),
-        ("changed expectation", "expected/softmax.float64.safetensors is not what was written"),
         ("no manifest", "it has no vectors.json"),
         ("other schema", "has schema 7; this version reads schema 1"),
         ("no list", "is not a manifest of vectors: KeyError"),
@@ -256,6 +254,28 @@ def test_a_broken_folder_is_said_plainly(tmp_path, capsys, kind, said):
     assert main(["vectors", "check", str(path), str(tmp_path / "a")]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "vector", "said"),
+    [
+        ("missing input", "softmax.float32", "inputs/softmax.float32.safetensors is missing"),
+        ("changed expectation", "softmax.float64", "expected/softmax.float64.safetensors is not what was written"),
+    ],
+)
+def test_a_broken_vector_is_said_plainly_and_the_others_are_judged(tmp_path, capsys, kind, vector, said):
+    path, given = small(tmp_path / "v"), tmp_path / "answers"
+    given.mkdir()
+    for file in (path / "inputs").glob("*.json"):
+        request = json.loads(file.read_text())
+        save(answer(request, load_file(file.with_suffix(".safetensors"))), given / f"{request['id']}.safetensors")
+    broken(kind, path)
+    assert main(["vectors", "check", str(path), str(given), "--json", str(tmp_path / "found.json")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "(1 broken; the others were judged)" in error and error.count("\n") == 1
+    calls = json.loads((tmp_path / "found.json").read_text())["targets"]["answers"]["cases"]
+    assert {call["id"] for call in calls if call["status"] == FAILED} == {vector} and len(calls) > 5
+    assert all(call["status"] == PASSED for call in calls if call["id"] != vector)
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path, folder, capsys):
