@@ -23,7 +23,7 @@ def dense(call, *, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     G, S = k.shape[1], k.shape[2]
     acc = accumulation(q.dtype)
     if readable(q) and q.numel() and k.numel():
-        found = quick(call, acc)
+        found = quick(call, acc, value)
         if found is not None:
             return _quickly(call, *found, acc, value)
     vis = visible(call.see, q.device, (0, N), (0, T), (0, S))

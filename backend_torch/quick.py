@@ -19,13 +19,14 @@ from .visibility import Visibility, band_term, hull, last_sees_all, seen, tame, 
 GLANCE = 1 << 18
 
 
-def quick(call: Any, acc: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+def quick(call: Any, acc: torch.dtype, value: bool) -> tuple[Tensor, Tensor, Tensor] | None:
     """(scores, weights, values) in the accumulation dtype, or None where some row may be dead.
 
     With S' = S, or S + 1 where the last column is the sink, whose value is zero: scores and weights (N, H, T, S'),
-    values (N, G, S', Dv).
+    values (N, G, S', Dv). Without values the keys stand for them.
     """
-    q, k, v, plan = call.q, call.k, call.v, call.plan
+    q, k, plan = call.q, call.k, call.plan
+    v = call.v if value else k
     (N, H, T, D), (G, S) = q.shape, k.shape[1:3]
     alive, term = _term(call.see, k, T, S, acc)
     if not alive:
