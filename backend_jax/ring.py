@@ -5,15 +5,15 @@ Keys and values go round by `ppermute`, and each device adds what its queries fi
     out, lse = merge(attention_with_lse(q_a, k_b, v_b) for every piece b)
     d out_b = w_b d out,   d lse_b = w_b (d out . out_b - d out . out),   w_b = exp(lse_b - lse)
 
-The backward pass lets the keys go round once more and computes each block again, so that no device ever keeps another
-one's keys. Where causality or a window hides one device's keys from another, nothing is sent: with a window only
-neighbours talk. Source: Liu et al. 2023 (arXiv:2310.01889); pieces c and 2 C - 1 - c of zigzag rings, so that causal
-work is even.
+They go from neighbour to neighbour in a loop, so that a device holds those of two at most, however many there are: XLA
+would run messages ahead that stand side by side. The backward pass lets the keys go round once more and computes each
+block again; their gradients go with them. Where causality or a window hides one device's keys from another, nothing is
+sent. Source: Liu et al. 2023 (arXiv:2310.01889); pieces c and 2 C - 1 - c of zigzag rings, so that causal work is even.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,22 +76,36 @@ class Ring:
             seen = seen & (key <= query + last + right)
         return seen if left is None else seen & (key + last >= query - left)
 
-    def pairs(self, step: int) -> list[tuple[int, int]]:
-        """Pieces (a here, b of the device `step` places back) that on some device have something to see."""
-        return [
-            (a, b) for a in range(self.pieces) for b in range(self.pieces)
-            if any(self.sees(self.start(c, a), self.start((c - step) % self.count, b)) for c in range(self.count))
-        ]  # fmt: skip
+    def slots(self) -> list[tuple[int, int]]:
+        """(a, b): each piece here with each of another device."""
+        return [(a, b) for a in range(self.pieces) for b in range(self.pieces)]
+
+    def pairs(self, steps: Sequence[int]) -> list[tuple[int, int]]:
+        """Pieces (a here, b of the device so many places back) that on some device have something to see."""
+        return [(a, b) for a, b in self.slots() if any(any(self.seen(step, a, b)) for step in steps)]
+
+    def seen(self, step: int, a: int, b: int) -> list[bool]:
+        """Whether each device's piece a sees piece b of the device `step` places back."""
+        places = range(self.count)
+        return [bool(self.sees(self.start(c, a), self.start((c - step) % self.count, b))) for c in places]
 
     def routes(self, step: int) -> list[tuple[int, int]]:
         """(from, to) of the devices whose keys are needed `step` places on."""
-        found = []
-        for c in range(self.count):
-            other = (c - step) % self.count
-            starts = [(self.start(c, a), self.start(other, b)) for a in range(self.pieces) for b in range(self.pieces)]
-            if any(self.sees(q, k) for q, k in starts):
-                found.append((other, c))
-        return found
+        wanted = zip(*(self.seen(step, a, b) for a, b in self.slots()), strict=True)
+        return [((c - step) % self.count, c) for c, any_of in enumerate(wanted) if any(any_of)]
+
+    def legs(self) -> list[tuple[int, int]]:
+        """(direction, how many steps that way) in which keys come to all that need them: 1 onwards, -1 back.
+
+        Steps that nobody needs are left out where they are most in a row; with causal pieces and a window both
+        directions are needed.
+        """
+        wanted = [step for step in range(1, self.count) if self.routes(step)]
+        if len(wanted) == self.count - 1:  # all the way round
+            return [(1, len(wanted))]
+        ends = [0, *wanted, self.count]
+        gap = max(range(len(ends) - 1), key=lambda i: ends[i + 1] - ends[i])
+        return [leg for leg in ((1, ends[gap]), (-1, self.count - ends[gap + 1])) if leg[1]]
 
 
 def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, arguments: Arrays) -> jax.Array:
@@ -134,37 +148,46 @@ def _ring(ring: Ring, own: Arrays, whole: Arrays, here: jax.Array) -> jax.Array:
 
 def _forward(ring: Ring, own: Arrays, whole: Arrays, here: jax.Array) -> tuple[jax.Array, Any]:
     acc = accumulation(own["q"].dtype)
-    found: dict[int, tuple[jax.Array, jax.Array]] = {}
-    (B, H), q, v = own["q"].shape[:2], own["q"], own["v"]
-    blank = (jnp.zeros((B, H, ring.size, v.shape[-1]), q.dtype), jnp.full((B, H, ring.size), -jnp.inf, acc))
-    for step, keys in _visits(ring, own):
-        for a, b in ring.pairs(step):
-            work = partial(_block, ring, whole, own, keys, a, b)
-            out, lse = _seen(ring, here, step, a, b, work, lambda: blank)
-            new = (out.astype(acc), lse)
-            found[a] = new if a not in found else merge_attention(*zip(found[a], new, strict=True))
-    out, lse = (jnp.concatenate(parts, 2) for parts in zip(*(found[a] for a in range(ring.pieces)), strict=True))
-    return out.astype(own["q"].dtype), (own, whole, here, out, lse)
+    (B, H, T), q, v, size = own["q"].shape[:3], own["q"], own["v"], own["k"].shape[-1]
+
+    def visit(steps: Sequence[int], step: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        for a, b in ring.pairs(steps):
+            rows = _slice(ring, a)
+            cut = _cut(ring, own, {"k": keys["kv"][..., :size], "v": keys["kv"][..., size:]}, a, b)
+            work = partial(_block, ring, whole, cut)
+            blank = (jnp.zeros((B, H, ring.size, v.shape[-1]), q.dtype), jnp.full((B, H, ring.size), -jnp.inf, acc))
+            out, lse = _seen(ring, here, steps, step, a, b, work, blank)
+            before = state["out"][:, :, rows], state["lse"][:, :, rows]
+            merged = merge_attention(*zip(before, (out.astype(acc), lse), strict=True))
+            state = {name: state[name].at[:, :, rows].set(x) for name, x in zip(("out", "lse"), merged, strict=True)}
+        return sent, state
+
+    # One array here and two in the backward pass: XLA would see the same first message in both, and keep its keys.
+    keys = {"kv": jnp.concatenate([own["k"], own["v"]], -1)}
+    state = {"out": jnp.zeros((B, H, T, v.shape[-1]), acc), "lse": jnp.full((B, H, T), -jnp.inf, acc)}
+    state = _travel(ring, keys, {}, visit, state)
+    return state["out"].astype(q.dtype), (own, whole, here, state["out"], state["lse"])
 
 
 def _backward(ring: Ring, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     own, whole, here, out, lse = saved
     acc, grad = out.dtype, grad.astype(out.dtype)
     delta, lse = (grad * out).sum(-1), jnp.where(lse == -jnp.inf, 0, lse)
-    totals = _zeros(own, acc)
-    for step, keys in _visits(ring, own, again=True):
-        sent = {name: jnp.zeros(x.shape, acc) for name, x in keys.items()}
-        blank = _zeros((own, keys), acc)
-        for a, b in ring.pairs(step):
-            rows = slice(a * ring.size, (a + 1) * ring.size)
+
+    def visit(steps: Sequence[int], step: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        for a, b in ring.pairs(steps):
+            rows, theirs = _slice(ring, a), _slice(ring, b)
+            cut = _cut(ring, own, keys, a, b)
             cotangents = grad[:, :, rows], delta[:, :, rows], lse[:, :, rows]
-            work = partial(_derivative, ring, whole, own, keys, a, b, cotangents)
-            mine, theirs = _seen(ring, here, step, a, b, work, lambda blank=blank: blank)  # type: ignore[misc]
-            totals = jax.tree.map(jnp.add, totals, mine)
-            sent = jax.tree.map(jnp.add, sent, theirs)
-        back = [(to, origin) for origin, to in ring.routes(step)]
-        for name, x in sent.items():
-            totals[name] += x if step == 0 else lax.ppermute(x, "context", back)
+            work = partial(_derivative, ring, whole, cut, cotangents)
+            found = _seen(ring, here, steps, step, a, b, work, _zeros(cut, acc))
+            sent = {name: x.at[:, :, theirs].add(found[name]) for name, x in sent.items()}
+            state |= {"q": state["q"].at[:, :, rows].add(found["q"])}
+            state |= {name: state[name] + found[name] for name in ("sinks", "table") if name in state}
+        return sent, state
+
+    keys = {"k": own["k"], "v": own["v"]}
+    totals = _travel(ring, keys, _zeros(keys, acc), visit, _zeros(own, acc))
     grads = {name: totals[name].astype(x.dtype) for name, x in own.items()}
     return grads, jax.tree.map(lambda x: None, whole), None
 
@@ -172,56 +195,78 @@ def _backward(ring: Ring, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
 _ring.defvjp(_forward, _backward)
 
 
+def _travel(ring: Ring, keys: Arrays, sent: Arrays, visit: Callable[..., Any], state: Arrays) -> Arrays:
+    """`state` after a visit of everybody's keys, own first; what visits add to `sent` goes to whose keys they are.
+
+    visit(steps, step, keys, sent, state) gives sent and state; `step`, one of `steps`, may be traced.
+    """
+    blank = sent
+    sent, state = visit([0], 0, keys, blank, dict(state))
+    state |= {name: x + sent[name] for name, x in state.items() if name in sent}
+    for direction, count in ring.legs():
+        steps = [direction * (i + 1) for i in range(count)]
+        routes = [(c, (c + direction) % ring.count) for c in range(ring.count)]
+        home = [(c, (c - steps[-1]) % ring.count) for c in range(ring.count)]
+        if count == 1:  # no one passes anything on
+            routes = ring.routes(direction)
+            home = [(to, origin) for origin, to in routes]
+        coming, sent = _moved(keys, routes), blank
+        if count > 1:
+
+            def body(carry: Any, step: Any, steps: Any = steps, routes: Any = routes) -> tuple[Any, None]:
+                coming, sent, state = carry
+                following = _moved(coming, routes)
+                sent, state = visit(steps[:-1], step, coming, sent, state)
+                return (following, _moved(sent, routes), state), None
+
+            (coming, sent, state), _ = lax.scan(body, (coming, sent, state), jnp.array(steps[:-1], jnp.int32))
+        sent, state = visit(steps[-1:], steps[-1], coming, sent, state)
+        state = state | {name: state[name] + x for name, x in _moved(sent, home).items()}
+    return state
+
+
+def _moved(arrays: Arrays, routes: list[tuple[int, int]]) -> Arrays:
+    return {name: lax.ppermute(x, "context", routes) for name, x in arrays.items()}
+
+
 def _zeros(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), tree)
 
 
-def _derivative(
-    ring: Ring, whole: Arrays, own: Arrays, keys: Arrays, a: int, b: int, cotangents: Any, first: Any, key: Any
-) -> Any:
-    """What one block adds to the gradients of this device's arrays, and to those of the keys that are here."""
+def _slice(ring: Ring, piece: int) -> slice:
+    return slice(piece * ring.size, (piece + 1) * ring.size)
+
+
+def _cut(ring: Ring, own: Arrays, keys: Arrays, a: int, b: int) -> Arrays:
+    """The queries of piece a here, and the keys and values of piece b; what is not by position as it is."""
+    theirs = _slice(ring, b)
+    return own | {"q": own["q"][:, :, _slice(ring, a)], "k": keys["k"][:, :, theirs], "v": keys["v"][:, :, theirs]}
+
+
+def _derivative(ring: Ring, whole: Arrays, cut: Arrays, cotangents: Any, first: Any, key: Any) -> Arrays:
+    """What one block adds to the gradients of what it is computed from."""
     grad, delta, lse = cotangents
-    (part, log), pull = jax.vjp(lambda own, keys: _block(ring, whole, own, keys, a, b, first, key), own, keys)
+    (part, log), pull = jax.vjp(lambda cut: _block(ring, whole, cut, first, key), cut)
     share = jnp.exp(log - lse)
     g = grad * share[..., None]
     g_lse = (g * part.astype(g.dtype)).sum(-1) - share * delta
-    return jax.tree.map(lambda x: x.astype(g.dtype), pull((g.astype(part.dtype), g_lse)))
-
-
-def _visits(ring: Ring, own: Arrays, *, again: bool = False) -> Iterator[tuple[int, Arrays]]:
-    """(step, the keys and values of the device that many places back); zeros where they are not needed.
-
-    again: in the backward pass keys and values travel as one array. XLA would see the forward pass's messages in them
-    else, and keep everybody's keys until now instead; a barrier against that does not hold on a CPU.
-    """
-    keys = {"k": own["k"], "v": own["v"]}
-    size = own["k"].shape[-1]
-    for step in range(ring.count):
-        routes = ring.routes(step)
-        if step == 0:
-            yield step, keys
-        elif routes and again:
-            both = lax.ppermute(jnp.concatenate([own["k"], own["v"]], -1), "context", routes)
-            yield step, {"k": both[..., :size], "v": both[..., size:]}
-        elif routes:
-            yield step, {name: lax.ppermute(x, "context", routes) for name, x in keys.items()}
+    return jax.tree.map(lambda x: x.astype(g.dtype), pull((g.astype(part.dtype), g_lse))[0])
 
 
 def _seen(
-    ring: Ring, here: jax.Array, step: int, a: int, b: int, work: Callable[[Any, Any], Any], nothing: Callable[[], Any]
-) -> Any:
-    """work(first, key) where this device's piece a sees piece b of the device `step` places back, else `nothing()`."""
+    ring: Ring, here: jax.Array, steps: Sequence[int], step: Any, a: int, b: int, work: Callable[[Any, Any], Any],
+    nothing: Any,
+) -> Any:  # fmt: skip
+    """work(first, key) where this device's piece a sees piece b of the device `step` places back, else `nothing`."""
     first, key = ring.start(here, a), ring.start((here - step) % ring.count, b)
-    if all(ring.sees(ring.start(c, a), ring.start((c - step) % ring.count, b)) for c in range(ring.count)):
+    if all(all(ring.seen(one, a, b)) for one in steps):
         return work(first, key)
-    return lax.cond(ring.sees(first, key), work, lambda first, key: nothing(), first, key)
+    return lax.cond(ring.sees(first, key), work, lambda first, key: nothing, first, key)
 
 
-def _block(ring: Ring, whole: Arrays, own: Arrays, keys: Arrays, a: int, b: int, first: Any, key: Any) -> Any:
-    """Out and lse of the queries of piece a, from position `first` on, and the keys of piece b, from `key` on."""
-    size = ring.size
-    q = own["q"][:, :, a * size : (a + 1) * size]
-    k, v = (keys[name][:, :, b * size : (b + 1) * size] for name in ("k", "v"))
+def _block(ring: Ring, whole: Arrays, own: Arrays, first: Any, key: Any) -> Any:
+    """Out and lse of one piece's queries, from position `first` on, and one's keys, from `key` on (see `_cut`)."""
+    size, q, k, v = ring.size, own["q"], own["k"], own["v"]
     B, H = q.shape[:2]
     segments = whole.get("segments")
     cut = None if segments is None else [lax.dynamic_slice_in_dim(segments, at, size, 1) for at in (first, key)]

@@ -82,7 +82,8 @@ class _Ring(torch.autograd.Function):
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for other, keys, values in _visits(ring, options["window"], k, v):
             for a, b in _pairs(ring, other, options["window"]):
-                out, lse = _block(here, options, a, other, b, q, keys, values, sinks, table)
+                cut = _cut(ring, a, b, q, keys, values)
+                out, lse = _block(here, options, a, other, b, *cut, sinks, table)
                 new = (out.to(acc), lse)
                 found[a] = new if a not in found else merge_attention(*zip(found[a], new, strict=True))
         out = torch.cat([found[a][0] for a in range(len(ring.starts(ring.place)))], 2)
@@ -96,28 +97,35 @@ class _Ring(torch.autograd.Function):
         q, k, v, sinks, table, out, lse = ctx.saved_tensors
         ring, acc, window = ctx.here.ring, out.dtype, ctx.options["window"]
         grad = grad.to(acc)
-        delta = (grad * out).sum(-1)
+        delta = torch.linalg.vecdot(grad, out)
         lse = lse.where(lse > -torch.inf, 0.0)
         totals = {name: torch.zeros_like(x, dtype=acc) for name, x in _named(q, k, v, sinks, table).items()}
         for other, keys, values in _visits(ring, window, k, v):
-            sent = {name: torch.zeros_like(x, dtype=acc).contiguous() for name, x in (("k", keys), ("v", values))}
+            sent = {"k": totals["k"], "v": totals["v"]}
+            if other != ring.place:
+                sent = {name: torch.zeros_like(x, dtype=acc).contiguous() for name, x in (("k", keys), ("v", values))}
             for a, b in _pairs(ring, other, window):
-                here = _slice(ring, a)
+                here, there = _slice(ring, a), _slice(ring, b)
+                into = totals | sent
+                into |= {"q": totals["q"][:, :, here], "k": sent["k"][:, :, there], "v": sent["v"][:, :, there]}
                 with torch.enable_grad():
-                    own = (q, keys, values, sinks, table)
+                    # Leaves are the pieces: gradients of whole arrays would be zeros elsewhere, of each pair.
+                    own = (*_cut(ring, a, b, q, keys, values), sinks, table)
                     leaves = [None if x is None else x.detach().requires_grad_() for x in own]
                     part, log = _block(ctx.here, ctx.options, a, other, b, *leaves)
                 share = torch.exp(log.detach() - lse[:, :, here])
                 g = grad[:, :, here] * share[..., None]
-                g_lse = (g * part.detach()).sum(-1) - share * delta[:, :, here]
+                g_lse = torch.linalg.vecdot(g, part.detach().to(acc)) - share * delta[:, :, here]
                 given = _named(*leaves)
                 found = torch.autograd.grad(
                     (part, log), list(given.values()), (g.to(part.dtype), g_lse), allow_unused=True
                 )
                 for name, x in zip(given, found, strict=True):
                     if x is not None:
-                        (sent if name in sent else totals)[name].add_(x)
-            _give_back(ring, window, other, sent, totals)
+                        into[name].add_(x)
+                del part, log, share, g, g_lse, found, leaves, given
+            if other != ring.place:
+                _give_back(ring, window, other, sent, totals)
         return (
             None,
             None,
@@ -137,6 +145,11 @@ def _slice(ring: Ring, piece: int) -> slice:
     return slice(piece * ring.size, (piece + 1) * ring.size)
 
 
+def _cut(ring: Ring, a: int, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of piece a, and the keys and values of piece b."""
+    return q[:, :, _slice(ring, a)], k[:, :, _slice(ring, b)], v[:, :, _slice(ring, b)]
+
+
 def _pairs(ring: Ring, other: int, window: Any) -> list[tuple[int, int]]:
     """Pieces (a here, b there) with something to see; a piece of one's own always, so that each query has a part."""
     mine, theirs = ring.starts(ring.place), ring.starts(other)
@@ -146,14 +159,13 @@ def _pairs(ring: Ring, other: int, window: Any) -> list[tuple[int, int]]:
 def _block(
     here: Part, options: dict[str, Any], a: int, other: int, b: int, q: Any, k: Any, v: Any, sinks: Any, table: Any
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse of the queries of piece a here and the keys of piece b of process `other`."""
+    """Out and lse of the queries q, piece a here, and the keys k and values v, piece b of process `other`."""
     ring = here.ring
     first, key = ring.starts(ring.place)[a], ring.starts(other)[b]
-    own, theirs = _slice(ring, a), _slice(ring, b)
     segments, lengths = ring.segments, ring.lengths
     with placed(replace(here, corner=(first, key), whole=(ring.length, ring.length))):
         return attention_with_lse(
-            q[:, :, own], k[:, :, theirs], v[:, :, theirs],
+            q, k, v,
             **options | {
                 "q_offset": first - key,
                 "kv_lengths": None if lengths is None else (lengths - key).clamp(0, ring.size),
@@ -213,10 +225,6 @@ def _exchange(ring: Ring, window: Any, step: int, k: Tensor, v: Tensor) -> tuple
 
 def _give_back(ring: Ring, window: Any, other: int, sent: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
     """Send the gradients of `other`'s keys to it, and add those that come for the keys here."""
-    if other == ring.place:
-        for name, x in sent.items():
-            totals[name] += x
-        return
     to, operations, coming = (2 * ring.place - other) % ring.count, [], {}
     if ring.needs(ring.place, other, window):
         operations += [_operation(ring, dist.isend, x, other) for x in sent.values()]

@@ -1,4 +1,7 @@
-"""Compiles for one platform: `python -m conformance.devices.aot_worker tpu|cuda DEVICES`, one JSON line per program."""
+"""Compiles for one platform: `python -m conformance.devices.aot_worker tpu|cuda DEVICES [SKIP]`.
+
+A JSON line where a program begins, and one with its figures where it is compiled. SKIP: how many are left out.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +24,7 @@ from backend_jax.kernels import KERNELS, lowering_for
 from core_numpy.contract.config import ModelConfig, TrainConfig
 
 from .collectives import collectives, summed
-from .programs import batch, train_step
+from .programs import batch, decode, forward, train_step
 
 # Numbers of NVIDIA's H200 SXM data sheet, the H100 architecture paper (GH100: 132 of 144 multiprocessors) and the CUDA
 # programming guide (compute capability 9.0). XLA chooses tiles and checks limits by them.
@@ -66,12 +70,14 @@ def devices(platform: str, count: int) -> list[Any]:
     return list(described.devices)
 
 
-def main(platform: str, count: int) -> None:
+def main(platform: str, count: int, skip: int = 0) -> None:
     # What the libraries print goes elsewhere than the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     mesh = Mesh(np.array(devices(platform, count)), ("data",))
-    for name, make in programs(count):
+    for name, make in list(programs())[skip:]:
+        answers.write(json.dumps({"begins": name}) + "\n")
+        answers.flush()
         began = time.perf_counter()
         try:
             with lowering_for(platform):
@@ -83,7 +89,7 @@ def main(platform: str, count: int) -> None:
         answers.flush()
 
 
-def programs(count: int) -> Iterator[tuple[str, Any]]:
+def programs() -> Iterator[tuple[str, Any]]:
     """Name -> a maker of (function, arguments, which of them are spread over the devices by their first axis)."""
 
     def step(precision: str) -> Any:
@@ -99,12 +105,16 @@ def programs(count: int) -> Iterator[tuple[str, Any]]:
         arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2))), arrays, {0, 1, 2}
 
+    def untrained(make: Any, length: int, spread: set[int]) -> Any:
+        return *make(MODEL, rows=ROWS, length=length), spread
+
     for precision in ("float32", "bfloat16"):
-        yield f"train step, {precision}", lambda precision=precision: step(precision)
-    if count == 1:
-        for name in KERNELS:
-            if name != "cudnn":  # compiling it asks cuDNN, which is a library of machines with a GPU
-                yield f"kernel {name}, bfloat16", lambda name=name: kernel(name)
+        yield f"train step, {precision}", partial(step, precision)
+    yield "forward, float32", partial(untrained, forward, LENGTH, {1, 2})
+    yield "decode, float32", partial(untrained, decode, LENGTH // 2, {1})
+    for name in KERNELS:
+        if name != "cudnn":  # compiling it asks cuDNN, which is a library of machines with a GPU
+            yield f"kernel {name}, bfloat16", partial(kernel, name)
 
 
 def placed(arguments: tuple[Any, ...], mesh: Mesh, spread: set[int]) -> tuple[Any, ...]:
@@ -154,4 +164,4 @@ def _custom_calls(text: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -69,9 +69,10 @@ def train_step(config: ModelConfig, train: TrainConfig) -> tuple[Any, tuple[Any,
     return program.step, (params, initial_state(train, params), batch(config, ROWS, LENGTH), *scalars)
 
 
-def forward(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
+def forward(config: ModelConfig, rows: int = ROWS, length: int = LENGTH) -> tuple[Any, tuple[Any, ...]]:
+    """Logits of ragged rows."""
     graph, state = nnx.split(B.Transformer(config))
-    data = batch(config, ROWS, LENGTH)
+    data = batch(config, rows, length)
 
     def run(state: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         return nnx.merge(graph, state).compute(tokens, kv_lengths=lengths)
@@ -83,7 +84,7 @@ def forward(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
     )  # fmt: skip
 
 
-def decode(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
+def decode(config: ModelConfig, rows: int = ROWS, length: int = LENGTH) -> tuple[Any, tuple[Any, ...]]:
     """A prompt and a compiled loop of single positions with a cache, sampled."""
     graph, state = nnx.split(B.Transformer(config))
     leaves, tree = jax.tree.flatten(state)
@@ -96,7 +97,7 @@ def decode(config: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
         chosen = _continue(graph, state, stores, memory, logits, T, new, None, None, sampling, **room, top_k=10)
         return chosen[:new].T
 
-    return jax.jit(run), (leaves, batch(config, ROWS, LENGTH)["tokens"], np.array([0, 7], np.uint32))
+    return jax.jit(run), (leaves, batch(config, rows, length)["tokens"], np.array([0, 7], np.uint32))
 
 
 def kernel(name: str) -> tuple[Any, tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ REFERENCE_SPEED, MOST_REFERENCE_SECONDS = 5e9, 240.0
 DEFAULT = ("numpy", "torch", "torch-compiled", "jax")
 
 Say = Callable[[str], None]
+K = TypeVar("K")
 
 
 def run(
@@ -156,29 +157,52 @@ def race(
     say: Say,
 ) -> dict[str, Any]:
     """One task: {"task", "contestants": {name: row}, "verdict", "notes", "interrupted"}."""
-    rows: dict[str, dict[str, Any]] = {}
-    lanes: dict[str, Lane] = {}
-    interrupted, expected = False, None
+    expected: dict[str, Any] = {}
+
+    def first() -> None:
+        expected["all"] = expectation(task, names, threads, timeout, say)
+
+    lanes = {name: Lane(name, task, threads, timeout) for name in names}
+    begun, interrupted = take_turns(
+        lanes, lambda name: f"{task.title}: {name}", task.title, rounds, seconds, say, first
+    )
+    rows = {name: lanes[name].row for name in begun}
+    judge(rows, {name: lanes[name].tolerance for name in begun}, expected.get("all"))
+    return {"task": task.to_dict(), "contestants": rows, **conclude(rows, task, peak), "interrupted": interrupted}
+
+
+def take_turns(
+    lanes: Mapping[K, Lane],
+    named: Callable[[K], str],
+    title: str,
+    rounds: int,
+    seconds: float,
+    say: Say,
+    first: Callable[[], None],
+) -> tuple[list[K], bool]:
+    """`first()`, then everybody is prepared, then in each round everybody has one turn, in an order drawn anew.
+
+    Gives those whom preparing came to, and whether Ctrl-C ended it all. Their processes are ended in any case.
+    """
+    begun: list[K] = []
     try:
-        expected = expectation(task, names, threads, timeout, say)
-        for name in names:
-            lane = Lane(name, task, threads, timeout)
-            rows[name] = lane.row
-            lanes[name] = lane
-            say(f"{task.title}: {name} {lane.prepare(seconds)}")
+        first()
+        for key, lane in lanes.items():
+            begun.append(key)
+            say(f"{named(key)} {lane.prepare(seconds)}")
         order = np.random.default_rng(0)
         for number in range(rounds):
-            for name in order.permutation([name for name in lanes if rows[name]["status"] == "raced"]):
-                lanes[name].turn()
-            say(f"{task.title}: round {number + 1} of {rounds}")
+            running = [lane for lane in lanes.values() if lane.row["status"] == "raced"]
+            for i in order.permutation(len(running)):
+                running[i].turn()
+            say(f"{title}: round {number + 1} of {rounds}")
     except KeyboardInterrupt:
-        interrupted = True
-        say(f"{task.title}: interrupted; what was measured so far stays")
+        say(f"{title}: interrupted; what was measured so far stays")
+        return begun, True
     finally:
         for lane in lanes.values():
             lane.close()
-    judge(rows, {name: lane.tolerance for name, lane in lanes.items()}, expected)
-    return {"task": task.to_dict(), "contestants": rows, **conclude(rows, task, peak), "interrupted": interrupted}
+    return begun, False
 
 
 def expectation(

@@ -26,7 +26,7 @@ from .figures import ratio_interval
 from .judging import conclude, judge
 from .lane import Lane, device_facts
 from .machine import cores
-from .racing import SCHEMA, Say, expectation, surroundings
+from .racing import SCHEMA, Say, expectation, surroundings, take_turns
 from .task import RECURRENT, Task
 
 KINDS = ("strong", "weak", "apart")
@@ -138,26 +138,17 @@ def _kind(
         for name in names
     }
     expected: dict[int, Any] = {}
-    interrupted = False
-    try:
+
+    def first() -> None:
         for count, task in tasks.items():
             # The reference has one device: of equal batches it need not be asked twice.
             known = next((n for n in expected if tasks[n].batch == task.batch), None)
             alone = task.replace(parallel=None)
             expected[count] = expectation(alone, names, threads, timeout, say) if known is None else expected[known]
-        for (count, name), lane in lanes.items():
-            say(f"{kind}, {_devices(count)}: {name} {lane.prepare(seconds)}")
-        order = np.random.default_rng(0)
-        for number in range(rounds):
-            for i in order.permutation(len(lanes)):
-                list(lanes.values())[i].turn()
-            say(f"{kind}: round {number + 1} of {rounds}")
-    except KeyboardInterrupt:
-        interrupted = True
-        say(f"{kind}: interrupted; what was measured so far stays")
-    finally:
-        for lane in lanes.values():
-            lane.close()
+
+    _, interrupted = take_turns(
+        lanes, lambda key: f"{kind}, {_devices(key[0])}: {key[1]}", kind, rounds, seconds, say, first
+    )
     races = []
     for count, task in tasks.items():
         rows = {name: lanes[count, name].row for name in names}

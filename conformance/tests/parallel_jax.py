@@ -14,12 +14,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from parallel_cases import apart, batches, config_of, train_of
 
 import backend_jax as B
 from backend_jax import place
+from backend_jax.parallel import make_mesh
 from backend_jax.processes import connect
+from backend_jax.ring import Ring, ring_attention
 from conformance.devices.collectives import collectives, routes, summed
+from core_numpy.contract.parallel import Layout
 
 
 def train(parallel: dict[str, int] | None, model: str, steps: int, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -54,6 +58,64 @@ def compiled(parallel: dict[str, int], window: list[int] | None = None, length: 
     return {"sent": summed(collectives(text)), "routes": sorted(routes(text))}
 
 
+OPTIONS: dict[str, Any] = {
+    "scale": None, "softcap": None, "bias": None, "causal": True, "window": None, "sinks": None, "kv_lengths": None,
+    "q_segments": None, "dropout_rate": 0.0, "dropout_key": None,
+}  # fmt: skip
+
+
+def with_gradients(function: Any) -> Any:
+    """(q, k, v, gradient of what comes out) -> what comes out, and the gradients of q, k and v."""
+
+    def work(q: Any, k: Any, v: Any, grad: Any) -> Any:
+        out, pull = jax.vjp(function, q, k, v)
+        return out, *pull(grad)
+
+    return work
+
+
+def ring(cases: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """How far attention over the context axis, all devices, is from the whole; and the legs in which keys travel."""
+    count, rng, found = jax.device_count(), np.random.default_rng(0), []
+    arrays = [rng.standard_normal((2, heads, length, 4)) for heads in (4, 2, 2, 4)]
+    more = {"sinks": rng.standard_normal(4), "kv_lengths": np.array([length, length - 3]), "softcap": 3.0,
+            "q_segments": np.sort(rng.integers(0, 3, (2, length)), 1)}  # fmt: skip
+    for case in cases:
+        options = OPTIONS | (more if case.pop("more", False) else {}) | case
+        window = options["window"] = None if options["window"] is None else tuple(options["window"])
+        causal, segments = options["causal"], options["q_segments"]
+        order = place.columns_of(Layout(context=count), length, causal)
+        named = {name: x for name, x in options.items() if name not in ("bias", "q_segments")}
+
+        def whole(q: Any, k: Any, v: Any, segments: Any = segments, named: Any = named) -> Any:
+            return B.attention(q, k, v, q_segments=segments, kv_segments=segments, **named)
+
+        def spread(q: Any, k: Any, v: Any, options: Any = options, order: Any = order) -> Any:
+            out = ring_attention(*(x[:, :, order] for x in (q, k, v)), dict(options))
+            return out[:, :, np.argsort(order)]
+
+        want = jax.jit(with_gradients(whole))(*arrays)
+        with place.spread_over(make_mesh(Layout(context=count)), causal):
+            got = jax.jit(with_gradients(spread))(*arrays)
+        apart = max(float(np.max(np.abs(a - b))) for a, b in zip(want, got, strict=True))
+        found.append({"apart": apart, "legs": Ring(count, length, 4, causal, window, (), None).legs()})
+    return found
+
+
+def room(counts: list[int], length: int) -> list[int]:
+    """Bytes that XLA sets aside on a device for attention, forward and backward, spread over so many."""
+    found = []
+    for count in counts:
+        mesh = make_mesh(Layout(context=count), jax.devices()[:count])
+        sharding = NamedSharding(mesh, PartitionSpec(None, None, "context", None))
+        work = with_gradients(lambda q, k, v: ring_attention(q, k, v, dict(OPTIONS)))
+        with place.spread_over(mesh, True):
+            x = jax.ShapeDtypeStruct((1, 1, length, 64), np.float32, sharding=sharding)
+            said: Any = jax.jit(work, out_shardings=sharding).lower(x, x, x, x).compile().memory_analysis()
+        found.append(said.argument_size_in_bytes + said.output_size_in_bytes + said.temp_size_in_bytes)
+    return found
+
+
 def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str, model: str = "small") -> dict[str, Any]:
     """Two updates in one layout, a checkpoint, and one more in another, against three on one device."""
     alone, _ = train(None, model, 3)
@@ -82,13 +144,10 @@ def main(out: str, devices: int, jobs: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if "RANK" in os.environ:
         connect(f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
-    found = []
-    for job in map(json.loads, jobs):
-        found.append(
-            {"compared": compared, "compiled": compiled, "resumed": resumed, "killed": killed}[
-                job.pop("do", "compared")
-            ](**job)
-        )
+    works: dict[str, Any] = {
+        "compared": compared, "compiled": compiled, "ring": ring, "room": room, "resumed": resumed, "killed": killed,
+    }  # fmt: skip
+    found = [works[job.pop("do", "compared")](**job) for job in map(json.loads, jobs)]
     if jax.process_index() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file)

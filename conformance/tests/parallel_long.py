@@ -1,42 +1,44 @@
-"""One process of attention over many positions: `torchrun ... parallel_long.py OUT FOLDER POSITIONS`.
+"""One process of attention over many positions: `parallel_long.py torch|jax OUT FOLDER POSITIONS...`.
 
-On one process the whole is computed by `attention` and kept in FOLDER; on several it is spread over the context axis,
-and each holds what it has against what was kept. The first writes the figures of all: how far apart, and the peak of
-memory that the call took, forward and backward, beyond what the process had before.
+On one process the whole is computed by `attention` and kept in FOLDER; on several (RANK, WORLD_SIZE, MASTER_PORT) it
+is spread over the context axis, and each holds what it has against what was kept. The first writes the figures of
+all: how far apart, and for each number of positions the peak of memory that the call took, forward and backward,
+beyond what the process had before.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-import backend_torch as B
-from backend_torch.place import Part
-from backend_torch.ring import Ring, ring_attention
+from core_numpy.contract.parallel import pieces_of
 
 HEADS, SIZE = 1, 64
 # A run over any number of processes up to four holds whole pieces of these.
 PIECES = 8
+ARRAYS = ("q", "k", "v", "grad")
+FOUND = ("out", "dq", "dk", "dv")
 
 
-def piece(what: str, number: int, length: int) -> torch.Tensor:
-    """(1, H, length / PIECES, D) of q, k, v or the gradient of what comes out; nobody makes more than it holds."""
-    rng = np.random.default_rng(["q", "k", "v", "grad"].index(what) * 100 + number)
-    return torch.from_numpy(rng.standard_normal((1, HEADS, length // PIECES, SIZE), dtype=np.float32))
+def held(place: int, count: int) -> list[int]:
+    """The pieces of one process, in the order in which a ring keeps them."""
+    each = PIECES // (2 * count)
+    return [start * each + i for start in pieces_of(place, count, True) for i in range(each)]
 
 
-def held(ring: Ring, length: int) -> list[int]:
-    """The pieces here, in the order in which a ring keeps them."""
-    each = length // PIECES
-    return [start // each + i for start in ring.starts(ring.place) for i in range(ring.size // each)]
+def part(what: str, numbers: list[int], length: int) -> np.ndarray:
+    """(1, H, T here, D) of q, k, v or the gradient of what comes out; nobody makes more than it holds."""
+    made = []
+    for number in numbers:
+        rng = np.random.default_rng([ARRAYS.index(what), number, length])
+        made.append(rng.standard_normal((1, HEADS, length // PIECES, SIZE), dtype=np.float32))
+    return np.concatenate(made, 2)
 
 
 def peak() -> int:
@@ -51,48 +53,122 @@ def forget() -> int:
     return peak()
 
 
-def work(length: int, numbers: list[int], ring: Ring | None) -> tuple[dict[str, torch.Tensor], int]:
+def torch_work(length: int, rank: int, count: int) -> tuple[dict[str, np.ndarray], int]:
     """What comes out and the gradients, of the pieces that are here; and bytes beyond those held before."""
+    import torch
+    import torch.distributed as dist
+
+    import backend_torch as B
+    from backend_torch.place import Part
+    from backend_torch.ring import Ring, ring_attention
+
+    numbers = held(rank, count)
     before = forget()
-    arrays = {what: torch.cat([piece(what, i, length) for i in numbers], 2) for what in ("q", "k", "v", "grad")}
-    q, k, v = (arrays[what].requires_grad_() for what in "qkv")
-    if ring is None:
+    q, k, v, grad = (torch.from_numpy(part(what, numbers, length)) for what in ARRAYS)
+    for x in (q, k, v):
+        x.requires_grad_()
+    if count == 1:
         out = B.attention(q, k, v, causal=True)
     else:
-        out = ring_attention(Part(ring=ring), q, k, v, {"causal": True, "window": None, "sinks": None})
-    out.backward(arrays["grad"])
-    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return found, peak() - before  # type: ignore[return-value]
+        here = Part(ring=Ring(dist.group.WORLD, rank, count, length, True))
+        out = ring_attention(here, q, k, v, {"causal": True, "window": None, "sinks": None})
+    out.backward(grad)
+    taken = peak() - before
+    found = (out.detach(), q.grad, k.grad, v.grad)
+    return {name: x.numpy() for name, x in zip(FOUND, found, strict=True)}, taken  # type: ignore[union-attr]
 
 
-def main(out: str, folder: str, length: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, count = dist.get_rank(), dist.get_world_size()
+def jax_work(length: int, rank: int, count: int) -> tuple[dict[str, np.ndarray], int]:
+    """The same; compiled before memory is counted."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    def ring(positions: int) -> Ring:
-        return Ring(dist.group.WORLD, rank, count, positions, True)
+    import backend_jax as B
+    from backend_jax import place
+    from backend_jax.parallel import make_mesh
+    from backend_jax.ring import ring_attention
+    from core_numpy.contract.parallel import Layout
 
+    names = ("scale", "softcap", "bias", "window", "sinks", "kv_lengths", "q_segments", "dropout_key")
+    options = {**dict.fromkeys(names), "causal": True, "dropout_rate": 0.0}
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return B.attention(q, k, v, causal=True) if count == 1 else ring_attention(q, k, v, dict(options))
+
+    def work(q: Any, k: Any, v: Any, grad: Any) -> Any:
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(grad)
+
+    mesh = make_mesh(Layout(context=count))
+    sharding, shape = NamedSharding(mesh, PartitionSpec(None, None, "context", None)), (1, HEADS, length, SIZE)
+    with place.spread_over(mesh, True):
+        described = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)] * 4
+        compiled = jax.jit(work, out_shardings=sharding).lower(*described).compile()
+    numbers = held(rank, count)
+    before = forget()
+    arrays = [
+        jax.make_array_from_callback(shape, sharding, lambda index, what=what: part(what, numbers, length))
+        for what in ARRAYS
+    ]
+    found = jax.block_until_ready(compiled(*arrays))
+    taken = peak() - before
+    return {
+        name: np.asarray(x.addressable_shards[0].data) for name, x in zip(FOUND, found, strict=True)
+    }, taken  # fmt: skip
+
+
+def begin(framework: str, rank: int, count: int) -> Callable[[Any], list[Any]]:
+    """Meet the others; gives a function that lets each say something to all."""
+    where = f"localhost:{os.environ.get('MASTER_PORT', '0')}"
+    if framework == "torch":
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://{where}", rank=rank, world_size=count)
+
+        def said_by_all(own: Any) -> list[Any]:
+            said: list[Any] = [None] * count
+            dist.all_gather_object(said, own)
+            return said
+
+        return said_by_all
+    from backend_jax.parallel import said_by_all as heard
+    from backend_jax.processes import connect
+
+    if count > 1:
+        connect(where, count, rank)
+    return heard
+
+
+def main(framework: str, out: str, folder: str, lengths: list[int]) -> None:
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    said_by_all = begin(framework, rank, count)
+    work = {"torch": torch_work, "jax": jax_work}[framework]
     # What is made once - threads, connections, code - is there before it is counted.
-    work(1024, held(ring(1024), 1024), ring(1024))
-    numbers = held(ring(length), length)
-    found, memory = work(length, numbers, None if count == 1 else ring(length))
-    apart = 0.0
-    for name, x in found.items():
-        for i, part in zip(numbers, x.numpy().reshape(1, HEADS, len(numbers), -1, SIZE).swapaxes(0, 2), strict=True):
-            file = Path(folder) / f"{name}-{i}.npy"
-            if count == 1:
-                np.save(file, part)
-            else:
-                want = np.load(file)
-                apart = max(apart, float(np.max(np.abs(part - want)) / np.max(np.abs(want))))
-    said: list[Any] = [None] * count
-    dist.all_gather_object(said, {"apart": apart, "memory": memory, "cpu": sum(resource.getrusage(0)[:2])})
+    work(1024, rank, count)
+    apart, memory = 0.0, {}
+    for length in lengths:
+        found, memory[length] = work(length, rank, count)
+        for name, x in found.items():
+            parts = x.reshape(HEADS, PIECES // count, -1, SIZE).swapaxes(0, 1)
+            for i, mine in zip(held(rank, count), parts, strict=True):
+                file = Path(folder) / f"{framework}-{name}-{length}-{i}.npy"
+                if count == 1:
+                    np.save(file, mine)
+                else:
+                    want = np.load(file)
+                    apart = max(apart, float(np.max(np.abs(mine - want)) / np.max(np.abs(want))))
+        del found
+    said = said_by_all({"apart": apart, "memory": memory})
     if rank == 0:
         Path(out).write_text(json.dumps(said), encoding="utf-8")
-    dist.destroy_process_group()
+    if framework == "torch":
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], [int(word) for word in sys.argv[4:]])

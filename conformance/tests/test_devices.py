@@ -29,6 +29,35 @@ def test_collectives_are_read_off_a_program_s_text_with_their_bytes():
     }
 
 
+LOOPS = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %add.1 = f32[] add(%x, %y)
+}
+
+%inner (p: f32[4]) -> f32[4] {
+  ROOT %collective-permute.1 = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+
+%outer (p: f32[4]) -> f32[4] {
+  %all-reduce.9 = f32[2]{0} all-reduce(%p), to_apply=%add
+  ROOT %while.1 = f32[4]{0} while(%p), condition=%c1, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %all-gather.1 = f32[16]{0} all-gather(%p), dimensions={0}
+  ROOT %while.2 = f32[4]{0} while(%p), condition=%c2, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_what_a_loop_sends_is_counted_as_often_as_it_goes_round():
+    assert summed(collectives(LOOPS)) == {
+        "collective-permute": {"count": 15, "bytes": 15 * 16},
+        "all-reduce": {"count": 3, "bytes": 3 * 8},
+        "all-gather": {"count": 1, "bytes": 64},
+    }
+
+
 def test_who_sends_to_whom_is_read_off_a_program_s_text():
     text = """
   %a = f32[5]{0} collective-permute(%b), channel_id=3, source_target_pairs={{0,1},{1,2}}, metadata={}
@@ -60,34 +89,57 @@ def test_the_report_says_compiled_for_and_never_passed_on(capsys):
     assert "compiled for" in said and "passed" not in said
 
 
-def test_what_was_compiled_before_the_time_was_up_stays_in_the_report(monkeypatch):
+COMPILER = """
+import json, os, sys, time
+skip = int(sys.argv[-1])
+for i, name in enumerate(["one", "slow", "bad", "last"][skip:], skip):
+    print("a library's noise", json.dumps({"begins": name}), sep="\\n", flush=True)
+    if name == "slow":
+        time.sleep(60)
+    if name == "bad":
+        print("first", "last words", sep="\\n", file=sys.stderr)
+        os.abort()
+    print(json.dumps({"program": name, "memory": i, "flops": 2, "collectives": {}}), flush=True)
+"""
+
+
+def test_a_program_that_does_not_end_or_ends_its_process_is_one_row_and_the_next_are_compiled(monkeypatch):
+    """A stand-in for the compiling process: its second program never ends and its third kills it."""
     from conformance.devices import aot
 
-    said = b'{"program": "step", "memory": 1, "flops": 2, "collectives": {}}\nnoise\n{"program": "ker'
+    asked, real = [], aot.subprocess.Popen
 
-    def late(*words, **more):
-        raise aot.subprocess.TimeoutExpired("worker", aot.TIMEOUT, output=said)
+    def start(command, env, **more):
+        asked.append((command[-1], env))
+        return real([aot.sys.executable, "-c", COMPILER, command[-1]], **more)
 
-    monkeypatch.setattr(aot.subprocess, "run", late)
-    first, last = aot._compiled(aot.PLACES[0])
-    assert (first.program, first.status, first.figures["memory"]) == ("step", "ok", 1)
-    assert last.status == "failed" and "no end within" in last.detail
-    assert last.target == "TPU v5e, 1 chip"
+    monkeypatch.setattr(aot.subprocess, "Popen", start)
+    monkeypatch.setattr(aot, "TIMEOUT", 2.0)
+    rows = list(aot._compiled(aot.PLACES[0]))
+    assert [(row.program, row.status) for row in rows] == [
+        ("one", "ok"), ("slow", "failed"), ("bad", "failed"), ("last", "ok"),
+    ]  # fmt: skip
+    assert rows[1].detail == "not compiled within 2 s; it was given up"
+    assert rows[2].detail == "its process ended with -6: last words"
+    assert [row.figures.get("memory") for row in rows] == [0, None, None, 3]
+    assert all(row.target == "TPU v5e, 1 chip" and row.check == "compiled for" for row in rows)
+    assert [skip for skip, _ in asked] == ["0", "2", "3"]
+    # It takes no chip, and asks no metadata server.
+    assert all(env["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1" and env["JAX_PLATFORMS"] == "cpu" for _, env in asked)
 
 
-def test_a_full_compile_takes_no_chip_and_says_how_a_process_ended(monkeypatch):
+def test_a_compiling_process_that_cannot_begin_is_said_once(monkeypatch):
     from conformance.devices import aot
 
-    asked = {}
-
-    def ended(command, env, **more):
-        asked.update(env)
-        return aot.subprocess.CompletedProcess(command, 1, "", "first\nlast words")
-
-    monkeypatch.setattr(aot.subprocess, "run", ended)
-    (row,) = aot._compiled(aot.PLACES[0])
-    assert row.status == "failed" and row.detail == "it ended with 1: last words"
-    assert asked["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1" and asked["JAX_PLATFORMS"] == "cpu"
+    real = aot.subprocess.Popen
+    for code, said in (("raise ImportError('no plug-in')", "1: ImportError: no plug-in"), ("", "0: it said nothing")):
+        monkeypatch.setattr(
+            aot.subprocess,
+            "Popen",
+            lambda command, env, code=code, **more: real([aot.sys.executable, "-c", code], **more),
+        )
+        (row,) = aot._compiled(aot.PLACES[0])
+        assert row.status == "failed" and row.detail == f"its process ended with {said}"
 
 
 class TestTorch:

@@ -144,6 +144,53 @@ def test_a_number_that_is_none_and_an_unknown_layout_are_refused(capsys):
     assert "invalid int value: 'two'" in capsys.readouterr().err
 
 
+class Runner:
+    """A lane that notes what it is asked."""
+
+    def __init__(self, name: str, log: list, status: str = "raced", stop: bool = False) -> None:
+        self.name, self.log, self.row, self.stop = name, log, {"status": status}, stop
+
+    def prepare(self, seconds):
+        self.log.append(f"{self.name} prepares")
+        return "ready"
+
+    def turn(self):
+        self.log.append(self.name)
+        if self.stop:
+            raise KeyboardInterrupt
+
+    def close(self):
+        self.log.append(f"{self.name} closes")
+
+
+def test_all_take_one_turn_in_each_round_in_an_order_drawn_anew():
+    log: list[str] = []
+    lanes = {name: Runner(name, log, status) for name, status in (("a", "raced"), ("b", "failed"), ("c", "raced"))}
+    said: list[str] = []
+    found = racing.take_turns(
+        lanes, lambda key: f"lane {key}", "title", 9, 1.0, said.append, lambda: log.append("first")
+    )
+    assert found == (["a", "b", "c"], False)
+    assert log[:4] == ["first", "a prepares", "b prepares", "c prepares"] and log[-3:] == [f"{n} closes" for n in "abc"]
+    turns = ["".join(log[i : i + 2]) for i in range(4, len(log) - 3, 2)]
+    assert len(turns) == 9 and set(turns) == {"ac", "ca"}
+    assert said[0] == "lane a ready" and said[-1] == "title: round 9 of 9"
+
+
+def test_who_was_never_come_to_is_not_named_and_all_are_closed():
+    log: list[str] = []
+    lanes = {"a": Runner("a", log), "b": Runner("b", log, stop=True)}
+    said: list[str] = []
+    begun, interrupted = racing.take_turns(lanes, str, "title", 3, 1.0, said.append, lambda: None)
+    assert interrupted and begun == ["a", "b"] and said[-1] == "title: interrupted; what was measured so far stays"
+    assert log[-2:] == ["a closes", "b closes"]
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    assert racing.take_turns(lanes, str, "title", 3, 1.0, said.append, stop) == ([], True)
+
+
 class Member:
     """A process that answers as it is told to."""
 
