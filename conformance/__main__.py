@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
+
 from .progress import Bar
 from .suites import SUITES
 
@@ -58,7 +60,7 @@ TARGETS_HELP = (
 
 
 def _run_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance run",
         description="Every case on every target.",
         epilog="example: conformance run my_package.my_attention --level full --json result.json",
@@ -104,6 +106,8 @@ def run(argv: Sequence[str]) -> int:
     timeout = suite_timeout(options.suite, TIMEOUT) if options.timeout is None else options.timeout
     if not timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {timeout:g}")
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1; got {options.jobs}")
     if options.fuzz is not None:
         return _fuzz(options, timeout)
     cases = selected(options.level, options.case, options.suite)
@@ -139,6 +143,19 @@ def run(argv: Sequence[str]) -> int:
     document = summary.document(results, facts, options.level, options.suite, said)
     if options.diagnose or (options.diagnose is None and options.html):
         _diagnosed(document, called, options, timeout)
+    _write(document, results, said, options)
+    idle = [name for name in names if all(result.status == ABSENT for result in judged[name][0])]
+    for name in idle:
+        print(f"conformance run: {name} offers nothing that these cases ask for: nothing was judged", file=sys.stderr)
+    if said:
+        print(f"conformance run: {', '.join(said)}: not judged", file=sys.stderr)
+    return 3 if said else int(bool(idle) or any(result.status == FAILED for result in results))
+
+
+def _write(document: dict[str, Any], results: Sequence[Any], said: dict[str, str], options: argparse.Namespace) -> None:
+    """The files that were asked for."""
+    from . import summary
+
     if options.json:
         summary.write_json(options.json, document)
     if options.junit:
@@ -147,12 +164,6 @@ def run(argv: Sequence[str]) -> int:
         from .report.html import write_report
 
         write_report(options.html, conformance=document)
-    idle = [name for name in names if all(result.status == ABSENT for result in judged[name][0])]
-    for name in idle:
-        print(f"conformance run: {name} offers nothing that these cases ask for: nothing was judged", file=sys.stderr)
-    if said:
-        print(f"conformance run: {', '.join(said)}: not judged", file=sys.stderr)
-    return 3 if said else int(bool(idle) or any(result.status == FAILED for result in results))
 
 
 def _diagnosed(document: dict[str, Any], called: dict[str, str], options: argparse.Namespace, timeout: float) -> None:
@@ -202,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"conformance {__version__}")
         return 0
-    name = arguments.pop(0) if arguments and arguments[0] in VERBS else "run"
+    named = bool(arguments) and arguments[0] in VERBS
+    name = arguments.pop(0) if named else "run"
     absent = [module for module in TOOLS if importlib.util.find_spec(module) is None]
     if absent:  # said before the work, not after it
         needs = f"conformance {name}: needs {', '.join(absent)}: pip install 'attention-conformance[tools]'"
@@ -219,7 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        print(f"conformance {name}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ImportError) and not named:  # meant as a verb, perhaps
+            text += f"; the verbs are {', '.join(VERBS)}"
+        print(f"conformance {name}: {text}", file=sys.stderr)
         return 3 if isinstance(error, ImportError) else 2
 
 

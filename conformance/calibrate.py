@@ -6,12 +6,13 @@ planted fault takes ten times its budget: both are measured here, and a gap that
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from core_numpy.contract.arguments import Parser
 
 from .memory import remembering
 from .rows import ALL, Case
@@ -138,7 +139,7 @@ def planted(ids: Sequence[str] | None, seen: Callable[[str], None] = lambda text
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance calibrate",
         description="The share of the error budget that right implementations use, and that planted faults take.",
         epilog="example: conformance calibrate backend_torch --cases 50 --png shares.png",

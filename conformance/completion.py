@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
 from core_numpy.contract.missing import missing
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance completion",
         description="A script for your shell that completes verbs, options, choices and files.",
         epilog='example: eval "$(conformance completion bash)"',
@@ -48,7 +49,7 @@ def whole(files: Any) -> argparse.ArgumentParser:
     """One parser of all verbs; `files` marks the arguments that are paths."""
     from .__main__ import VERBS
 
-    parser = argparse.ArgumentParser(prog="conformance", description="One meaning of attention, proven.")
+    parser = Parser(prog="conformance", description="One meaning of attention, proven.")
     parser.add_argument("--version", action="store_true")
     verbs = parser.add_subparsers()
     for name, text in VERBS.items():
@@ -60,7 +61,7 @@ def whole(files: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def parser_of(verb: str) -> argparse.ArgumentParser:
+def parser_of(verb: str) -> Parser:
     """The parser of a verb: what the verb calls first."""
 
     def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:

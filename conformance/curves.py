@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
 from core_numpy.contract.data import split
 from core_numpy.contract.progress import bits_per_byte
 from core_numpy.contract.run_log import UPDATES, VALIDATION, read_curve
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance curves",
         description="Training runs side by side: bits per byte on the held-out part, how far their losses lie apart, "
         "and what gzip and bz2 make of the same bytes.",

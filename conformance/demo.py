@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
 from core_numpy.contract.plots import draw_losses
 
 from . import race
@@ -32,7 +33,7 @@ LAB = ("average", "scaling", "permutation")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write demo/report.html; 0 where every part succeeded, 1 where one did not (the page says which)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance demo",
         description="Conformance, a short training in every framework, a race and a look at the lab, in one HTML page.",
         epilog="example: conformance demo --out demo",

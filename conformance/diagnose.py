@@ -21,11 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from . import oracle, rows
+from core_numpy.contract.arguments import Parser
+
+from . import rows
 from .memory import remembered, remembering
 from .models import ModelCase
 from .observations import Arrays, Row, bounds_of, cases_of, distance, look_at, observe, rows_of
 from .progress import Bar
+from .reference import reference
 from .targets.protocol import Target
 from .workers import THREADS
 from .workers import TIMEOUT as CALL_TIMEOUT
@@ -72,7 +75,7 @@ class Bench:
     """Observations of the reference and of the zoo, made once each."""
 
     def __init__(self) -> None:
-        self.reference = Target(oracle.reference(), "core_numpy")
+        self.reference = Target(reference(), "core_numpy")
         # A fault that only fails to refuse shows in no number.
         self.faults = [f for f in all_faults() if not f.refusals]
         self.targets = {fault.id: Target(Faulty(fault), fault.id) for fault in self.faults}
@@ -267,7 +270,7 @@ def separately(name: str, level: str, pattern: str | None, timeout: float = CALL
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance diagnose",
         description="Say what is wrong with a target: hold its outputs against every known fault.",
         epilog="example: conformance diagnose my_package.my_attention --case causal",

@@ -17,7 +17,7 @@ from core_numpy.contract.config import RotaryScaling
 
 from .functions import FUNCTIONS
 from .inputs import DTYPES
-from .oracle import native
+from .reference import native
 
 SCHEMA = 1
 Arrays = dict[str, np.ndarray]

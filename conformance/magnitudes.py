@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-Arrays = dict[str, np.ndarray]
+from .reference import Arrays, call, pull_back
 
 
 def _softmax(a: dict[str, Any], results: Arrays, grads: Arrays) -> tuple[Arrays, Arrays]:
@@ -78,8 +78,6 @@ def _sums(name: str) -> Callable[[dict[str, Any], Arrays, Arrays], tuple[Arrays,
     """A table whose gradient is a sum of upstream gradients; the forward copies."""
 
     def of(a: dict[str, Any], results: Arrays, grads: Arrays) -> tuple[Arrays, Arrays]:
-        from .oracle import pull_back
-
         function = "embed" if name == "embed" else "relative_bias"
         if not grads:
             return {}, {}
@@ -90,8 +88,6 @@ def _sums(name: str) -> Callable[[dict[str, Any], Arrays, Arrays], tuple[Arrays,
 
 
 def _rotary(a: dict[str, Any], results: Arrays, grads: Arrays) -> tuple[Arrays, Arrays]:
-    from .oracle import call
-
     cos, sin = np.abs(a["cos"]), np.abs(a["sin"])
     # |a| |cos| + |b| |sin|: a rotation of absolute values by a table whose sine enters with the sign that adds.
     layout = {"layout": a["layout"]} if "layout" in a else {}

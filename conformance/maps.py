@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core_numpy.contract.arguments import Parser
 from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.words import BYTES, Words
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance maps",
         description="Draw the attention maps of a trained model on a text: all layers by all heads in one picture, "
         "each layer with the tokens at the axes, and a page of them.",

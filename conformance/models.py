@@ -23,7 +23,7 @@ from .compare import Disagreement, Tally, check_exact, check_kind, check_within
 from .inputs import build, generator, rounded, widened
 from .memory import remembered
 from .optimiser import judge_stream, limits_by_name
-from .oracle import reference
+from .reference import reference
 from .rows import LEVELS
 from .runner import Result, judged
 from .targets.protocol import NotOffered, Target

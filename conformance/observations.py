@@ -15,6 +15,7 @@ from . import budget, models, optimiser, oracle, space
 from .inputs import rounded, widened
 from .memory import remembered
 from .models import ModelCase
+from .reference import reference
 from .rows import Case
 from .runner import ABSENT, FAILED, Result, _lse_dtype, arguments_of, as_offered, run_case
 from .targets.protocol import NotOffered, Target
@@ -138,7 +139,7 @@ def _observe_run(target: Target, row: Row, found: Arrays) -> None:
 
 
 def _initial(case: ModelCase, dtype: str = "float64") -> Arrays:
-    core = oracle.reference()
+    core = reference()
     return dict(core.get_params(core.Transformer(models.config_of(core, case.config), seed=7, dtype=dtype)))
 
 

@@ -15,7 +15,7 @@ from .budget import MEANING, UNIT
 from .compare import Disagreement, Tally, check_kind, check_within
 from .inputs import build, rounded, widened
 from .memory import remembered
-from .oracle import reference
+from .reference import reference
 
 if TYPE_CHECKING:
     from .models import ModelCase

@@ -6,12 +6,13 @@ mend. The page has the share of the error budget that each peer uses, feature by
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from core_numpy.contract.arguments import Parser
 
 from . import deviations
 from .functions import ATTENTION
@@ -131,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     from . import rows, summary
     from .workers import cores, judge_targets, selected
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance peers",
         description="Judge what others wrote, feature by feature.",
         epilog="example: conformance peers --write docs/peers.md",

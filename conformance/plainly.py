@@ -13,7 +13,7 @@ import numpy as np
 from .budget import OUTPUT, SUBNORMAL, UNIT
 from .compare import Tally
 from .inputs import DTYPES
-from .oracle import native
+from .reference import native
 from .zoo.naive import Naive
 
 # FlashAttention's own factor.

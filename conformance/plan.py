@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
 from core_numpy.contract.communication import local_parameters, step_communication, wire_bytes
 from core_numpy.contract.config import ModelConfig
 from core_numpy.contract.cost import step_cost
@@ -102,7 +102,7 @@ def plan(rows: int = 4, length: int = 4096, device: Device | None = None) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m conformance.plan", description="A 7-billion model on H200s.")
+    parser = Parser(prog="python -m conformance.plan", description="A 7-billion model on H200s.")
     parser.add_argument("--rows", type=int, default=4, help="rows on each device (default 4)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row (default 4096)")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import exchange, models, oracle
 from .inputs import rounded, widened
+from .reference import reference
 from .rows import Case
 from .runner import arguments_of, overflowed, result_dtypes, without_floats
 
@@ -52,7 +53,7 @@ def model_vectors_of(case: models.ModelCase) -> Iterator[Vector]:
     """Of a model row one vector per dtype; training runs are no vectors: too long for files, and judged in steps."""
     if case.train is not None:
         return
-    core = oracle.reference()
+    core = reference()
     batch, call = models.inputs_of(case)
     mine = core.Transformer(models.config_of(core, case.config), seed=7, dtype="float64")
     initial = core.get_params(mine)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core_numpy.contract import tensor_file
+from core_numpy.contract.arguments import Parser
 
 from . import exchange
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
@@ -194,7 +195,7 @@ def _check_answer(folder: Path, answers: Path, asked: dict[str, Any], tally: Tal
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance vectors",
         description="Cases as plain files, for implementations in any language; docs/vectors.md describes them.",
         epilog="example: conformance vectors write vectors && ./my_kernel vectors answers && "

@@ -6,39 +6,33 @@ says "lowered" and "compiled for", never "passed on".
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from core_numpy.contract.arguments import Parser
+
+from .rows import Row
 
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class Row:
-    """One thing that was tried. status: "ok", "failed", or "absent" where something that it needs is not here."""
-
-    program: str
-    target: str
-    check: str
-    status: str
-    detail: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m conformance devices`: 0 where nothing failed, 1 where something did."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance devices",
         description="What compiles and lowers for which device; on a machine that has one, the suite and the race.",
         epilog="example: conformance devices --aot --json devices.json",
     )
     parser.add_argument("--aot", action="store_true", help="compile in full for a TPU v5e and an H200 (extra [aot])")
     parser.add_argument(
-        "--on", metavar="DEVICE", help="run the suite and the race on this device (cuda, tpu, cpu); default: one found"
+        "--on",
+        metavar="DEVICE",
+        choices=("cuda", "tpu", "cpu"),
+        help="run the suite and the race on this device (cuda, tpu, cpu); default: one found",
     )
     parser.add_argument("--no-run", action="store_true", help="leave a device that is here alone")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..race.process import package_environment
-from . import Row
+from .rows import Row
 
 # Seconds for one program. A whole step for one TPU chip takes three to four minutes of one core, everything else less
 # than one; on a machine that many share, as long as it takes to get that.

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import Row
 from .programs import SMALL, Item, items, lowering_for
+from .rows import Row
 
 PLATFORMS = ("tpu", "cuda", "rocm")
 # The same program from another lowering: sums may be taken in another order. bfloat16 has 8 bits, and a gradient

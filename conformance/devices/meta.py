@@ -21,7 +21,7 @@ from backend_torch.batches import tensors
 from backend_torch.optimizer import clip, global_norm, update
 from core_numpy.contract.config import ModelConfig, TrainConfig
 
-from . import Row
+from .rows import Row
 
 # Between them they use every part of a model.
 CONFIGS: dict[str, dict[str, Any]] = {

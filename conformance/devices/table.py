@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from . import Row
+from .rows import Row
 
 
 def say(row: Row) -> None:

@@ -5,7 +5,6 @@ Each module of `EXPERIMENTS` says its claim, uses only the public API and is mea
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -14,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from core_numpy.contract.arguments import Parser
 
 EXPERIMENTS = (
     "bottleneck", "average", "scaling", "permutation", "heads", "masks", "positions", "cost", "block", "norm", "maps",
@@ -28,7 +29,7 @@ def experiment(name: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m conformance lab`: 0 every claim held, 1 one did not, 2 a wrong argument, 3 no such framework here."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance lab",
         description="The course's claims about attention, measured.",
         epilog="example: conformance lab bottleneck positions --backend backend_torch --out lab",

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
+
 from .machine import environment
 
 LENGTHS = (64, 256, 1024, 2048)
@@ -61,7 +63,7 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], seconds: float) -> tuple[
 
 def command(doc: str | None, prog: str, cases: Iterable[str], arguments: list[str] | None) -> argparse.Namespace:
     """The command line that both commands have."""
-    parser = argparse.ArgumentParser(prog=f"python -m conformance.race.{prog}", description=(doc or "").split("\n")[0])
+    parser = Parser(prog=f"python -m conformance.race.{prog}", description=(doc or "").split("\n")[0])
     parser.add_argument("lengths", type=int, nargs="*", help=f"lengths ({' '.join(map(str, LENGTHS))})")
     parser.add_argument("--case", action="append", metavar="TEXT", help=f"only cases with it: {', '.join(cases)}")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case in each mode (2)")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
 from core_numpy.contract.parallel import AXES as AXES_OF_DEVICES
 
 from .contestants import WORDS, all_contestants, chosen, missing
@@ -21,18 +22,16 @@ from .table import show
 from .task import ARCHITECTURES, DEVICES, MEASURES, PRECISIONS, SIZES, Task
 
 EPILOG = """examples:
-  conformance race                                        ours at the tiny size
   conformance race --size small --with torch-compiled,torch-class
-  conformance race --with all --size tiny --size small --png race.png --json race.json --html race.html
-  conformance race --sweep length --with torch,torch-lstm,torch-gru --values 64,128,256,512,1024
+  conformance race --with all --size small --png race.png --json race.json --html race.html
+  conformance race --sweep length --with torch,torch-lstm,torch-gru --values 64,128,256,512
   conformance race --profile --with torch,jax --size small
   conformance race --devices 2 --with torch,jax --layout fsdp --png scaling.png
-  conformance race compare before.json after.json
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="conformance race",
         usage="conformance race [options]\n       conformance race compare A.json B.json",
         description="Train the same model in every framework and compare the speed.",
@@ -40,37 +39,42 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--size", action="append", choices=list(SIZES), help="may be given more than once (default tiny)")
+    add("--size", action="append", choices=list(SIZES), metavar="NAME", help=f"{_listed(SIZES)}; may be repeated")
     add(
         "--with", "--contestants", dest="contestants", default="ours", metavar="A,B",
-        help=f"names and the words {', '.join(WORDS)}, comma-separated (default ours; --list shows the names)",
+        help=f"names from --list, or {', '.join(WORDS)} (default ours)",
     )  # fmt: skip
     add(
-        "--architecture", action="append", choices=list(ARCHITECTURES),
-        help="may be given more than once (default: gpt, and what a chosen peer builds instead)",
+        "--architecture", action="append", choices=list(ARCHITECTURES), metavar="NAME",
+        help=f"{_listed(ARCHITECTURES)}; may be repeated (default gpt, and what a chosen peer builds instead)",
     )  # fmt: skip
-    add("--measure", default="step", choices=MEASURES, help="a whole update, loss and gradients, the loss, generation")
-    add("--precision", default="float32", choices=PRECISIONS)
+    add(
+        "--measure", default="step", choices=MEASURES, metavar="NAME",
+        help=f"{_listed(MEASURES)} (default step, a whole update)",
+    )  # fmt: skip
+    add("--precision", default="float32", choices=PRECISIONS, metavar="NAME", help=f"{_listed(PRECISIONS)}")
     add("--remat", action="store_true", help="recompute activations in the backward pass")
-    add("--device", default="cpu", choices=DEVICES)
-    add("--sweep", choices=AXES, metavar="AXIS", help=f"race at many values of one of {', '.join(AXES)}")
+    add("--device", default="cpu", choices=DEVICES, metavar="NAME", help=_listed(DEVICES))
+    add("--sweep", choices=AXES, metavar="AXIS", help=f"race at many values of {_listed(AXES)}")
     add("--values", metavar="A,B", help="the sweep's values (default: around the size)")
-    add(
-        "--devices", type=int, metavar="N",
-        help="weak and strong scaling over 1, 2, ... N host devices",
-    )  # fmt: skip
-    add("--layout", default=None, choices=AXES_OF_DEVICES, help="what --devices lays out (default data)")
-    add("--profile", action="store_true", help="say where each contestant's time goes, in the place of a race")
+    add("--devices", type=int, metavar="N", help="weak and strong scaling over 1, 2, ... N host devices")
+    add("--layout", choices=AXES_OF_DEVICES, metavar="AXIS", help=f"of --devices: {_listed(AXES_OF_DEVICES)}")
+    add("--profile", action="store_true", help="no race: where each contestant's time goes")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each (default 10)")
     add("--seconds", type=float, default=1.0, metavar="X", help="length of a turn (default 1)")
     add("--threads", type=int, metavar="N", help="threads of each (default: all; of a device: 1)")
     add("--timeout", type=float, default=600.0, metavar="X", help="seconds that one answer may take (default 600)")
-    add("--json", metavar="FILE", help="write everything that was measured; - for standard output")
+    add("--json", metavar="FILE", help="write all that was measured; - for standard output")
     add("--debug", action="store_true", help="show the traceback of an error")
     add("--png", metavar="FILE", help="write bars, or the curves of a sweep")
     add("--html", metavar="FILE", help="write a page: bars, loss curves, roofline")
     add("--list", action="store_true", help="show the contestants and end")
     return made
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse_args(words)
         return list_contestants() if options.list else races(options)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if "--debug" in words:
+            raise
+        print(f"conformance race: {error}", file=sys.stderr)
         return 2
 
 
@@ -171,7 +177,7 @@ def compare_files(words: Sequence[str]) -> int:
     """`conformance race compare A.json B.json`."""
     from .documents import compare, read, show_comparison
 
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="conformance race compare",
         description="Two results of --json: the second's times as a ratio to the first's.",
         epilog="example: conformance race compare before.json after.json",

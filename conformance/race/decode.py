@@ -9,7 +9,6 @@ generate the prompt and the new tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from core_numpy.contract.arguments import Parser
 
 from .machine import environment
 
@@ -150,9 +151,7 @@ def measure(size: str, batch: int, prompt: int, new: int, rounds: int) -> list[d
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conformance.race.decode", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser(prog="python -m conformance.race.decode", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch", type=int, default=1, help="texts at once (1)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (128)")

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from core_numpy.contract.arguments import Parser
+
 from ..progress import Bar
 from .decode import Call
 from .machine import environment
@@ -141,9 +143,7 @@ def measure(megabytes: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conformance.race.loading", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser(prog="python -m conformance.race.loading", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=200, help="size of the file (200)")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each contestant (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")

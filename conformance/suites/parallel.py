@@ -28,8 +28,8 @@ import numpy as np
 from ..compare import Disagreement, Tally, check_within
 from ..memory import remembered
 from ..models import Arrays, ModelCase, expected_of
-from ..oracle import reference
 from ..race.process import package_environment
+from ..reference import reference
 from ..rows import LEVELS
 from ..runner import Result, judged
 from ..targets.protocol import NotOffered, Target

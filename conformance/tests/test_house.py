@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -45,12 +46,13 @@ def test_a_missing_tool_is_said_before_any_work(verb, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_a_help_that_fits_a_screen_with_an_example(verb, capsys):
+def test_every_verb_has_a_help_that_fits_a_screen_with_an_example(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    assert len(text.splitlines()) <= 50
+    assert len(text.splitlines()) <= 40
     assert re.search("example", text, re.IGNORECASE)
     assert "--debug" in text or verb == "vectors"  # whose two verbs have it
 
@@ -60,7 +62,53 @@ def test_a_word_that_no_verb_knows_is_a_line_and_status_2(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--no-such-option"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: conformance")
+    said = capsys.readouterr()
+    assert said.out == "" and re.fullmatch(rf"conformance {verb}: .*; conformance {verb} --help says more\n", said.err)
+
+
+# What each verb refuses by itself, after argparse: a line that says why, and the traceback with --debug.
+REFUSED = {
+    "run": ["core_numpy", "--jobs", "0"],
+    "zoo": ["--fault", "nosuch"],
+    "diagnose": ["core_numpy", "--case", "nosuch"],
+    "calibrate": ["nosuch"],
+    "peers": ["nosuch"],
+    "vectors": ["check", "nosuch", "core_numpy"],
+    "race": ["--rounds", "0"],
+    "lab": ["nosuch"],
+    "maps": ["--model", "nosuch", "a text"],
+    "curves": ["nosuch"],
+}
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_an_error_is_one_line_and_with_debug_a_traceback(verb, capsys):
+    status = main([verb, *REFUSED[verb]])
+    said = capsys.readouterr()
+    assert status == (3 if verb == "calibrate" else 2)
+    assert said.err.startswith(f"conformance {verb}: ") and said.err.count("\n") == 1
+    with pytest.raises((ValueError, OSError, ImportError)):
+        main([verb, *REFUSED[verb], "--debug"])
+
+
+def test_what_is_neither_a_verb_nor_a_module_is_told_the_verbs(capsys):
+    assert main(["zooo"]) == 3
+    said = capsys.readouterr().err
+    assert "'zooo'" in said and said.endswith(f"; the verbs are {', '.join(VERBS)}\n") and said.count("\n") == 1
+    assert main(["run", "zooo"]) == 3
+    assert "the verbs are" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])
+def test_each_package_says_its_version(package, capsys):
+    pytest.importorskip({"backend_torch": "torch", "backend_jax": "jax"}.get(package, package))
+    from core_numpy.contract import __version__
+    from core_numpy.contract.cli import main as cli
+
+    with pytest.raises(SystemExit) as ended:
+        cli(importlib.import_module(package), ["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"python -m {package} {__version__}\n"
 
 
 def test_the_version_is_one_number_everywhere():

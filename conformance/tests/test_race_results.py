@@ -267,7 +267,9 @@ def test_a_file_that_is_no_result_is_refused(text, phrase, tmp_path, capsys):
     with pytest.raises(ValueError, match=phrase):
         documents.read(str(path))
     assert race.main(["compare", str(path), str(path)]) == 2
-    assert "error: " in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("conformance race: ")
+    with pytest.raises(ValueError, match=phrase):
+        race.main(["compare", str(path), str(path), "--debug"])
 
 
 # --- interruptions, devices, the command

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from core_numpy.contract.arguments import Parser
 
 from .. import models, rows, space
 from ..memory import remembering
@@ -16,7 +17,7 @@ from .honest import variants
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="conformance zoo",
         description="Plant every known fault and see which cases catch it.",
         epilog="example: conformance zoo --fault window --all --json zoo.json",
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
     if options.mutate is not None:
-        from .mutation import command
+        from .mutation_score import command
 
         if options.mutate < 0 or options.seed < 0:
             raise ValueError(f"--mutate and --seed must be 0 or more; got {options.mutate} and {options.seed}")

@@ -11,7 +11,6 @@ each tensor's, and one over checkpoint.json itself.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -27,8 +26,9 @@ import numpy as np
 from .checked import Checked
 from .checks.common import came, require_int
 from .config import ModelConfig, TrainConfig
+from .digests import digests, sha256, verified
 from .shards import MODEL_SLOT, read_shards
-from .tensor_file import encode_tensors, flush_directory, read_tensors, temporary_name
+from .tensor_file import encode_tensors, flush_directory, temporary_name
 
 # One process wrote it whole, or several in shards.
 SCHEMA, SHARDED = 1, 2
@@ -230,25 +230,6 @@ def _read_files(path: Path, document: dict[str, Any]) -> Checkpoint:
     )
 
 
-def verified(
-    path: Path, name: str, want: Mapping[str, Any], wrote: Mapping[str, str]
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """A checkpoint's file as it was written: its size, its digest, and each tensor's."""
-    file = path / name
-    if file.is_symlink() or not file.is_file():
-        raise ValueError(f"{path} lacks the file {name}")
-    if file.stat().st_size != want["size"]:
-        raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes where {want['size']} were written")
-    sound = _sha256_of(file) == want["sha256"]
-    # Read also where the file's digest is wrong: the tensors' digests then say which one it is.
-    found = read_tensors(file)
-    came = digests(found[0])
-    wrong = sorted(key for key in came.keys() | wrote.keys() if came.get(key) != wrote.get(key))
-    if wrong or not sound:
-        raise ValueError(f"{file} is damaged: its SHA-256 is not the one written" + _named(wrong))
-    return found
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
@@ -345,24 +326,6 @@ def _flatten_state(state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, n
         for name, array in arrays.items():
             flat[f"{slot}/{name}"] = array
     return flat
-
-
-def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
-    flat = {name: np.require(array, requirements="C").reshape(-1) for name, array in tensors.items()}
-    return {name: sha256(x.view(np.uint8).data) for name, x in flat.items()}
-
-
-def sha256(data: bytes | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _named(names: list[str]) -> str:
-    return f" ({', '.join(names[:3])}{' and more' if len(names) > 3 else ''})" if names else ""
 
 
 def _differences(ours: Checked, theirs: Checked) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from . import __version__
+from .arguments import Parser
 from .config import ModelConfig
 from .data import evaluation_batches, split
 from .files import Checkpoint, read_checkpoint
@@ -76,12 +78,13 @@ def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
 
 def build_parser(backend: ModuleType) -> argparse.ArgumentParser:
     program = f"python -m {backend.__name__}"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Train a small byte-level language model, measure it, let it write.",
         epilog=f"Example: {program} train --size tiny --steps 100\n         {program} train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"{program} {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | evaluate | generate")
     train_verb = _verb(verbs, "train", "train a model on a text", f"{program} train --text novel.txt --steps 200")
     train_verb.usage = f"{program} train [options]"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .digests import digests, sha256, verified
 from .tensor_file import encode_tensors, temporary_name
 
 # (slot, parameter) -> pieces of it: where each begins in the whole, and the piece.
@@ -38,8 +39,6 @@ def open_shards(folder: str | os.PathLike[str], path: Path) -> Path:
 
 def write_shard(directory: Path, number: int, pieces: Pieces) -> dict[str, Any]:
     """Write one process's pieces to the disk; gives what the manifest says of the file."""
-    from .checkpoints import digests, sha256
-
     tensors = {
         f"{slot}/{name}|{','.join(map(str, start))}": np.ascontiguousarray(piece)
         for (slot, name), found in pieces.items()
@@ -55,8 +54,6 @@ def write_shard(directory: Path, number: int, pieces: Pieces) -> dict[str, Any]:
 
 def read_shards(path: Path, document: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
     """Slot -> parameter -> array, put together from the pieces of all files, each verified."""
-    from .checkpoints import verified
-
     slots: dict[str, dict[str, np.ndarray]] = {}
     filled: dict[tuple[str, str], int] = {}
     wholes = document["wholes"]
