@@ -18,16 +18,18 @@ from core_numpy.contract.checks.kernels import Kernel, check_kernel
 from .arrays import values
 from .dense import accumulation, dense
 from .flex import flex
-from .fused import is_flag, plain, sdpa
+from .fused import sdpa
 from .kernels import KERNELS, Call, choose, explain
-from .known import Form, Known, form, keep, keep_plain, plain_form, recall, recall_plain
+from .known import Form, Known, keep, look
 from .place import placed_key
 from .registered import blockwise
+from .short import short
 from .visibility import Visibility
 
-AUTO = "auto"
 # The keyword arguments of `attention`, in their order.
 Options = tuple[Any, ...]
+
+_autocast = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -57,21 +59,21 @@ def attention(
     every case the same meaning; works under torch.compile, torch.export and torch.func. Autocast does not reach
     inside: q's dtype decides. On a CPU float16 is computed in float32 throughout.
     """
-    short = None
-    # The plainest calls have the shortest way: with few positions every microsecond of checks shows.
-    alone = mask is bias is window is kv_lengths is q_segments is kv_segments is sinks is scale is None
-    if alone and softcap is dropout_key is None and kernel is AUTO and dropout_rate == 0.0 and not is_compiling():
-        short = plain_form(q, k, v, causal, q_offset, dropout_rate)
-        found = recall_plain(short)
-        if found is not None:
-            return plain(q, k, v, *found)
+    name = known = None
+    if not is_compiling():
+        name, known = look(
+            q, k, v, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
+            softcap, dropout_rate, dropout_key, kernel,
+        )  # fmt: skip
+        if known is not None and known.short is not None and not _autocast():
+            out = known.short(q, k, v, mask, bias, kv_lengths, sinks)
+            if out is not None:
+                return out
     options = (
         mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale, softcap, dropout_rate,
         dropout_key, kernel,
     )  # fmt: skip
-    call, chosen = _asked(q, k, v, False, options, *_remembered(q, k, v, False, options))
-    if short is not None:
-        keep_plain(short, _plain(call, chosen))
+    call, chosen = _asked(q, k, v, False, options, name, known)
     out, _ = _as_given(_run, chosen, call)
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
@@ -198,8 +200,7 @@ def _remembered(q: Any, k: Any, v: Any, wants_lse: bool, options: Options) -> tu
     """The form of an eager call, and what is known of it."""
     if is_compiling():
         return None, None
-    name = form(q, k, v, wants_lse, *options)
-    return name, recall(name)
+    return look(q, k, v, wants_lse, *options)
 
 
 def _asked(
@@ -242,7 +243,7 @@ def _asked(
     if known is not None:
         return call, known.kernel
     chosen = choose(kernel, call)
-    keep(name, Known(plan, chosen, left, right))
+    keep(name, Known(plan, chosen, left, right, short(call, chosen, kernel)), call.q, call.k, call.v, options)
     return call, chosen
 
 
@@ -259,18 +260,6 @@ def _band(plan: AttentionPlan) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _plain(call: Call, chosen: str) -> tuple[bool, bool, float] | None:
-    """(is_causal, enable_gqa, scale) where these and q, k and v as they came are all that torch's kernel needs."""
-    see, plan = call.see, call.plan
-    if chosen != "sdpa" or len(plan.batch) != 1 or plan.Dv != plan.D or _wide(call) or _empty(call):
-        return None
-    if see.mask is not None or see.bias is not None or see.ragged:
-        return None
-    if see.banded and not (is_flag(see, plan.scale) and plan.T >= plan.S):
-        return None
-    return see.banded, plan.G != plan.H, plan.scale
-
-
 def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:
     """A mask or bias with its batch axes merged: (N or 1, H or 1, T or 1, S or 1)."""
     if x is None:
@@ -284,9 +273,9 @@ def _merge(x: Tensor | None, plan: AttentionPlan) -> Tensor | None:
 
 
 def _run(kernel: str, call: Call) -> tuple[Tensor, Any]:
-    if _empty(call):
+    if call.empty:
         return dense(call)[:2]  # empty sums: there is nothing for a kernel to do
-    if kernel != "dense" and _wide(call):
+    if kernel != "dense" and call.wide:
         q, k, v = (x.float() for x in (call.q, call.k, call.v))
         out, lse = _run(kernel, replace(call, q=q, k=k, v=v))
         return out.to(call.q.dtype), lse
@@ -297,28 +286,13 @@ def _run(kernel: str, call: Call) -> tuple[Tensor, Any]:
     return flex(call) if kernel == "flex" else dense(call)[:2]
 
 
-def _empty(call: Call) -> bool:
-    return call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0
-
-
-def _wide(call: Call) -> bool:
-    """Whether a fused CPU kernel is given half types as float32, and its result rounded once.
-
-    float16: most CPUs have no arithmetic for it, and torch's kernel converts piece by piece and keeps the weights in
-    float16; float32 throughout is faster from 16 x 16 scores on, backward by a multiple, and rounds once.
-    bfloat16 only for lse: for half types the kernel takes a cheaper exponential, which leaves lse 2e-5 off.
-    """
-    q = call.q
-    return q.device.type == "cpu" and (q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and call.wants_lse))
-
-
 def _as_given(compute: Callable[..., Any], *arguments: Any) -> Any:
     """compute(*arguments), the last of them a Call, without autocast.
 
     It would round float32 down although the contract says that q's dtype decides.
     """
     device = arguments[-1].q.device.type
-    if torch._C._is_any_autocast_enabled() and device != "meta":
+    if _autocast() and device != "meta":
         with torch.autocast(device, enabled=False):
             return compute(*arguments)
     return compute(*arguments)

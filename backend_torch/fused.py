@@ -15,16 +15,6 @@ from .visibility import Visibility, band_term, hull, last_sees_all, narrowed, re
 _SDPA = F.scaled_dot_product_attention
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, flag: bool, grouped: bool, scale: float) -> Tensor:
-    """(N, H, T, D) of a call that is torch's own: nothing restricts it but j <= i where flag says so, and D = Dv."""
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-        q, k, v = _side_by_side(q, k, v)
-    out = _SDPA(q, k, v, None, 0.0, flag, scale=scale, enable_gqa=grouped)
-    if out.grad_fn is not None:
-        out.grad_fn.register_hook(_once)
-    return out
-
-
 def sdpa(call: Any) -> Tensor:
     """(N, H, T, Dv) of a call without soft cap, sinks, dropout or lse.
 
@@ -53,7 +43,7 @@ def sdpa(call: Any) -> Tensor:
     if Dv != D and not q.is_cuda:
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     # The fused kernels need features next to each other; otherwise torch quietly takes its quadratic one.
-    q, k, v = _side_by_side(q, k, v)
+    q, k, v = side_by_side(q, k, v)
     grouped = False  # set by a branch: while traced, a comparison of sizes is no bool
     if k.shape[1] != q.shape[1]:
         grouped = mask is None or not q.is_cuda
@@ -61,7 +51,7 @@ def sdpa(call: Any) -> Tensor:
             k, v = (x.repeat_interleave(plan.group, 1) for x in (k, v))
     out = _SDPA(q, k, v, attn_mask=mask, is_causal=flag, scale=plan.scale, enable_gqa=grouped)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        out.grad_fn.register_hook(_once)
+        mark(out)
     return out[..., :Dv] if Dv != D else out
 
 
@@ -90,7 +80,7 @@ def _restricted(
     return mask, seen(mask, k.shape[1])
 
 
-def _side_by_side(*arrays: Tensor) -> tuple[Tensor, ...]:
+def side_by_side(*arrays: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in arrays)
 
 
@@ -146,6 +136,11 @@ class _Once(torch.autograd.Function):
 
 def second_derivative(kernel: str) -> RuntimeError:
     return RuntimeError(f"attention's kernel={kernel!r} has no second derivative; kernel='dense' has all of them")
+
+
+def mark(out: Tensor) -> None:
+    """Who asks for a second derivative of torch's kernel is told which kernel has one."""
+    out.grad_fn.register_hook(_once)  # type: ignore[union-attr]
 
 
 def _once(grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:

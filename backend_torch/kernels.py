@@ -50,8 +50,60 @@ class Call:
     def bias_gradient(self) -> bool:
         return self.see.bias is not None and self.see.bias.requires_grad and torch.is_grad_enabled()
 
+    @property
+    def empty(self) -> bool:
+        return self.q.numel() == 0 or self.k.numel() == 0 or self.v.numel() == 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether a fused CPU kernel is given half types as float32, and its result rounded once.
+
+        float16: most CPUs have no arithmetic for it, and torch's kernel converts piece by piece and keeps the weights
+        in float16; float32 throughout is faster from 16 x 16 scores on, backward by a multiple, and rounds once.
+        bfloat16 only for lse: for half types the kernel takes a cheaper exponential, which leaves lse 2e-5 off.
+        """
+        q = self.q
+        return q.device.type == "cpu" and (q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and self.wants_lse))
+
 
 Test = Callable[[Call], bool]
+
+
+# From so many scores on, and up to so many, the formula with its own backward pass, its weights kept, beats torch's
+# fused CPU kernel: with 32 queries or more it takes 0.5 to 0.8 of the time on two cores, forward as with a gradient, on
+# one 0.9 to 1.0. Above, the scores leave the cache.
+FEWEST, FEW, FEWEST_QUERIES = 1 << 15, 1 << 18, 32
+# Up to so many queries of so many heads that share keys, over so many keys: the products read every key once, where
+# torch's kernel reads it for each head, and take 0.5 to 0.9 of its time on one core and on two.
+STEPS, SHARING, LONG = 4, 4, 1024
+
+
+def keeps(c: Call) -> bool:
+    """Whether few scores are all that there is, but for j <= i, a bias, sinks or a cap: see `few`."""
+    see, plan, N = c.see, c.plan, c.q.shape[0]
+    if not _simple(c):
+        return False
+    if see.bias is not None and (see.banded or see.bias.dtype != c.q.dtype or N != 1 or plan.G != plan.H):
+        return False
+    if plan.T < FEWEST_QUERIES:
+        return N == 1 and plan.T <= STEPS and plan.group >= SHARING and plan.S >= LONG and _scores(c) <= FEW
+    return FEWEST <= _scores(c) <= (WRITTEN_OUT if c.bias_gradient else FEW)
+
+
+def _simple(c: Call) -> bool:
+    """One restriction at most that `few` knows, in float32 or float64, read on a CPU."""
+    see, plan = c.see, c.plan
+    if c.empty or c.wants_lse or plan.dropout_rate > 0 or plan.Dv != plan.D:
+        return False
+    if see.mask is not None or see.ragged or c.q.dtype not in (torch.float32, torch.float64) or not readable(c.q):
+        return False
+    flag = see.left is None and see.right == see.offset == 0 and plan.T >= plan.S and plan.scale > 0
+    return flag or not see.banded
+
+
+def joins(c: Call) -> bool:
+    """Whether sinks beside torch's fused kernel are all that there is, but for its flag: one piece, see `sinks`."""
+    return c.sinks is not None and c.see.bias is None and c.plan.softcap is None and _simple(c)
 
 
 # Up to so many scores the formula is no slower than an own backward pass where a bias has a gradient, forward and
@@ -148,8 +200,10 @@ ORDER: tuple[tuple[str, str, Test], ...] = (
     ("flex", "on CUDA it skips what band, lengths and segments leave out", lambda c: c.q.is_cuda and _structured(c)),
     ("blockwise", "it skips what band, lengths and segments leave out", lambda c: not c.q.is_cuda and _structured(c)),
     ("blockwise", "torch.func.vmap would run torch's fused CPU kernel once per element", _transformed),
+    ("dense", "few scores: keeping the weights is the shortest way", keeps),
     ("dense", "few scores: torch too writes a bias's gradient out", lambda c: c.bias_gradient and _written_out(c)),
     ("sdpa", "torch's fused kernel says all of it", lambda c: True),
+    ("blockwise", "torch's fused kernel is all but the sinks, which rescale its results", joins),
     ("dense", "few scores: the formula at once is the shortest way", _small),
     ("flex", "on CUDA it fuses soft cap, sinks and lse", lambda c: c.q.is_cuda),
     ("blockwise", "linear memory, and nothing that it cannot serve", lambda c: True),

@@ -12,8 +12,8 @@ from .pieces import Piece
 from .place import weight_index
 from .visibility import Visibility, part, seen, visible
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH = torch._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def _flagged(p: Problem, piece: Piece) -> bool:
 def flash_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece by the fused kernel, which reports lse 0 for a row without keys: -inf here."""
     if _flagged(p, t.piece):
-        return _FLASH(t.q, t.k, t.v, 0.0, True, scale=p.scale)
+        return FLASH(t.q, t.k, t.v, 0.0, True, scale=p.scale)
     term = additive(p, t)
-    out, lse = _FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=term, scale=p.scale)
+    out, lse = FLASH(t.q, t.k, t.v, 0.0, False, attn_mask=term, scale=p.scale)
     if term is not None and bool((lse == 0).any()):
         lse = lse.where(term.amax(-1) > -torch.inf, -torch.inf)
     return out, lse
@@ -109,7 +109,7 @@ def flash_backward(p: Problem, t: Tile, grad: Tensor, out: Tensor, lse: Tensor) 
     """Gradients of a piece's q, k, v; lse is that of the whole row, finite."""
     causal = _flagged(p, t.piece)
     term = None if causal else additive(p, t)
-    return _FLASH_BACKWARD(grad, t.q, t.k, t.v, out, lse, 0.0, causal, attn_mask=term, scale=p.scale)
+    return FLASH_BACKWARD(grad, t.q, t.k, t.v, out, lse, 0.0, causal, attn_mask=term, scale=p.scale)
 
 
 def scores(p: Problem, t: Tile) -> tuple[Tensor, Tensor | None]:

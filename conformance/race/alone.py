@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,17 +48,21 @@ class Row:
 
 
 def take_turns(calls: Mapping[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
-    """Median seconds of each call and the number of turns, for about so long; who begins changes with every turn."""
+    """Median seconds of each call and the number of turns, for about so long, each turn in an order of its own.
+
+    A contestant finds the caches and the heap as the one before left them, so nobody always follows the same one.
+    """
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order, end, turns = list(calls), time.perf_counter() + seconds, 0
+    order, end, turns, shuffled = list(calls), time.perf_counter() + seconds, 0, random.Random(0)
     while turns < FEWEST_TURNS or time.perf_counter() < end:
+        shuffled.shuffle(order)
         for name in order:
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)
-        order, turns = [*order[1:], order[0]], turns + 1
+        turns += 1
     return {name: statistics.median(found) for name, found in times.items()}, turns
 
 

@@ -1,0 +1,259 @@
+"""Attention in torch, the shortest ways: they give what the formula gives, and leave what they cannot say."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from backend_torch import attention, explain_kernel, known  # noqa: E402
+
+# 8 heads of 65 queries and keys are 33,800 scores: few, but not too few for weights that are kept.
+T = 65
+FEW, MANY = 1 << 15, 1 << 18
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(known, "_known", {})
+
+
+def _qkv(N=1, G=8, T=T, S=T, D=3, seed=0, dtype=torch.float64, gradient=True):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((N, 8, T, D), (N, G, S, D), (N, G, S, D))
+    found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_(gradient) for x in found]
+
+
+def _leaf(*shape, seed=1, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def _way(q, k, v, **keywords) -> str | None:
+    """The short way that is known for a call."""
+    parameters = list(inspect.signature(attention).parameters.values())[3:]
+    _, found = known.look(q, k, v, False, *(keywords.get(p.name, p.default) for p in parameters))
+    assert found is not None
+    return found.short and found.short.__qualname__.split(".")[0].strip("_")
+
+
+def _compare(leaves, way, *, twice=True, **keywords):
+    """The second and third call, which go the short way, against the formula: values, gradients, and theirs."""
+    expected = attention(*leaves[:3], **keywords, kernel="dense")
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).reshape(expected.shape)
+    formula = torch.autograd.grad((expected * weights).sum(), leaves, create_graph=twice)
+    for _ in range(3):
+        out = attention(*leaves[:3], **keywords)
+        assert _way(*leaves[:3], **keywords) == way
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        found = torch.autograd.grad((out * weights).sum(), leaves, retain_graph=True)
+        for mine, theirs in zip(found, formula, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(attention(*leaves[:3], **keywords), expected, rtol=1e-12, atol=1e-12)
+    if twice:
+        found = torch.autograd.grad((out * weights).sum(), leaves, create_graph=True)
+        second = [
+            torch.autograd.grad(sum(x.square().sum() for x in grads), leaves, allow_unused=True, materialize_grads=True)
+            for grads in (found, formula)
+        ]
+        for mine, theirs in zip(*second, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+# --- few scores ---
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("N", "G"), [(1, 8), (2, 8), (1, 2), (2, 2)])
+def test_few_scores_have_the_formulas_values_and_derivatives_of_both_orders(N, G, causal):
+    for sunk, softcap in itertools.product((False, True), (None, 1.5)):
+        sinks = _leaf(8) if sunk else None
+        leaves = [*_qkv(N, G), *([sinks] if sunk else [])]
+        _compare(leaves, "kept", causal=causal, sinks=sinks, softcap=softcap, scale=0.7)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, T, T), (T, T), (1, 1, 1, T), (1, 8, T, 1)], ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_few_scores_with_a_learned_bias_have_the_formulas_too(shape, softcap):
+    for sunk in (False, True):
+        bias, sinks = _leaf(*shape), _leaf(8, seed=2) if sunk else None
+        leaves = [*_qkv(), bias, *([sinks] if sunk else [])]
+        _compare(leaves, "kept", bias=bias, sinks=sinks, softcap=softcap)
+
+
+def test_more_scores_with_a_learned_bias_have_them_too():
+    bias = _leaf(1, 8, 192, 192)
+    assert bias.numel() > MANY
+    _compare([*_qkv(T=192, S=192), bias], "kept", bias=bias, twice=False)
+
+
+def test_queries_and_keys_of_different_lengths_too():
+    _compare(_qkv(T=T, S=80), "kept", scale=-0.3)
+    _compare(_qkv(T=90, S=70), "kept", causal=True, q_offset=0)
+    _compare(_qkv(G=2, T=1, S=1100), "kept")
+    _compare(_qkv(G=2, T=3, S=1100), "kept", softcap=2.0)
+
+
+def test_a_step_of_heads_that_share_a_long_cache_is_two_products():
+    for keywords, queries, taken in (({}, 1, "dense"), ({}, 4, "dense"), ({}, 5, "sdpa"), ({"G": 8}, 1, "sdpa")):
+        q, k, v = _qkv(T=queries, S=1100, gradient=False, **({"G": 2} | keywords))
+        assert f"{taken} is chosen" in explain_kernel(q, k, v)
+        for _ in range(2):
+            torch.testing.assert_close(attention(q, k, v), attention(q, k, v, kernel="dense"))
+
+
+def test_which_calls_are_few_scores():
+    for size, taken in ((T, "dense"), (60, "sdpa"), (182, "sdpa"), (181, "dense")):
+        leaves = _qkv(T=size, S=size)
+        assert (FEW <= 8 * size * size <= MANY) == (taken == "dense")
+        assert f"{taken} is chosen" in explain_kernel(*leaves), size
+        assert f"{taken} is chosen" in explain_kernel(*leaves, causal=True), size
+    halves = [x.bfloat16() for x in _qkv()]
+    assert "sdpa is chosen" in explain_kernel(*halves)
+
+
+def test_strided_arrays_are_few_scores_as_well():
+    leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in _qkv(2, 2)]
+    assert not leaves[0].is_contiguous()
+    _compare(leaves, "kept", causal=True)
+    _compare([x.detach().mT.contiguous().mT.requires_grad_() for x in _qkv()], "kept", sinks=_leaf(8).detach())
+
+
+# --- sinks beside torch's kernel ---
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("N", "G"), [(1, 8), (2, 2)])
+def test_sinks_beside_torchs_kernel_have_the_formulas_values_and_gradients(N, G, causal):
+    sinks = _leaf(8)
+    leaves = [*_qkv(N, G, T=17, S=17), sinks]
+    _compare(leaves, "sinks", causal=causal, sinks=sinks, scale=0.4, twice=False)
+    _compare(leaves[:3], "sinks", causal=causal, sinks=sinks.detach().float(), twice=False)
+    strided = [x.detach().mT.contiguous().mT.requires_grad_() for x in leaves[:3]]
+    _compare([*strided, sinks], "sinks", causal=causal, sinks=sinks, twice=False)
+    out = attention(*leaves[:3], sinks=sinks)
+    (gradient,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="kernel='blockwise' has no second derivative; kernel='dense' has"):
+        gradient.sum().backward()
+
+
+def test_a_sink_of_minus_infinity_is_none_and_one_that_is_no_number_is_refused():
+    for size in (17, T):
+        q, k, v = _qkv(T=size, S=size)
+        plain = attention(q, k, v, kernel="dense")
+        for _ in range(2):
+            out = attention(q, k, v, sinks=torch.full((8,), -math.inf, dtype=torch.float64))
+            torch.testing.assert_close(out, plain)
+            for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+                assert gradient.isfinite().all()
+            # All the weight is the sink's: nothing is left, and nothing is NaN.
+            assert not attention(q, k, v, sinks=torch.full((8,), math.inf, dtype=torch.float64)).isinf().any()
+            with pytest.raises(ValueError, match="sinks must not hold NaN"):
+                attention(q, k, v, sinks=torch.full((8,), math.nan, dtype=torch.float64))
+
+
+# --- keys that are cut off, biases that are looked through ---
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_of_every_form_means_what_the_formula_means(causal):
+    q, k, v = leaves = _qkv(2, 2, T=9, S=7)
+    keywords = {"causal": causal, "q_offset": 0}
+    shapes = ((1, 1, 1, 7), (1, 1, 1, 7)) if causal else ((1, 1, 1, 7), (1, 7))
+    for shown in itertools.product((False, True), repeat=7):
+        for shape in shapes:
+            mask = torch.tensor(shown).reshape(shape)
+            if shape == (1, 7):
+                mask = mask.expand(9, 7)
+            expected = attention(*leaves, mask=mask, **keywords, kernel="dense")
+            torch.testing.assert_close(attention(*leaves, mask=mask, **keywords), expected)
+    bad = torch.tensor([[[[1, 1, 1, 0, 0, 0, 0]]]], dtype=torch.bool)
+    with torch.no_grad():
+        k[:, :, 3:], v[:, :, 3:] = math.nan, math.inf
+    for _ in range(2):
+        out = attention(q, k, v, mask=bad, **keywords)
+        assert out.isfinite().all() and _way(q, k, v, mask=bad, **keywords) == "padding"
+        for gradient in torch.autograd.grad(out.sum(), leaves):
+            assert gradient.isfinite().all()
+
+
+def test_one_length_of_every_value_means_what_the_formula_means():
+    q, k, v = leaves = _qkv(T=9, S=7)
+    with torch.no_grad():
+        k[:, :, 6:], v[:, :, 6:] = math.nan, math.inf
+    for causal in (False, True):
+        for length in (0, 1, 3, 6, 0, 6):
+            lengths = torch.tensor([length])
+            keywords = {"kv_lengths": lengths, "causal": causal, "q_offset": 0}
+            out = attention(q, k, v, **keywords)
+            torch.testing.assert_close(out, attention(q, k, v, **keywords, kernel="dense"))
+            assert _way(q, k, v, **keywords) == "padding"
+            for gradient in torch.autograd.grad(out.sum(), leaves):
+                assert gradient.isfinite().all()
+        for length in (8, -1):
+            with pytest.raises(ValueError, match="kv_lengths must be from 0 to the key length 7"):
+                attention(q, k, v, kv_lengths=torch.tensor([length]), causal=causal, q_offset=0)
+
+
+@pytest.mark.parametrize(("size", "ways"), [(20, ("biased", "kept")), (T, ("kept", "kept")), (192, ("biased", "kept"))])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_bias_that_hides_keys_or_empties_rows_goes_the_long_way(size, ways, learned):
+    leaves = q, k, v = _qkv(T=size, S=size, D=2)
+    bias = _leaf(1, 8, size, size).detach()
+    hides, empties, keeps_last = bias.clone(), bias.clone(), bias.clone()
+    hides[..., 3] = -math.inf
+    empties[:, 5, 2] = -math.inf
+    keeps_last[..., :-1, 3] = -math.inf
+    few = 8 * size * size >= FEW
+    for _ in range(2):
+        for given in (bias, empties, keeps_last, hides):
+            term = given.clone().requires_grad_(learned)
+            if given is hides:
+                leaves = [x.detach().clone() for x in (q, k, v)]
+                leaves[1][:, :, 3], leaves[2][:, :, 3] = math.nan, math.inf
+                leaves = [x.requires_grad_() for x in leaves]
+            out = attention(*leaves, bias=term)
+            if few or not learned:
+                assert _way(*leaves, bias=term) == ways[learned]
+            expected = attention(*leaves, bias=term, kernel="dense")
+            assert out.isfinite().all()
+            torch.testing.assert_close(out, expected)
+            wanted = [*leaves, *([term] if learned else [])]
+            for mine, theirs in zip(
+                torch.autograd.grad(out.square().sum(), wanted),
+                torch.autograd.grad(expected.square().sum(), wanted),
+                strict=True,
+            ):
+                assert mine.isfinite().all()
+                torch.testing.assert_close(mine, theirs)
+            leaves = q, k, v
+
+
+def test_a_short_way_is_not_taken_where_tensors_have_no_values_or_autocast_is_on():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q, k, v = _qkv(dtype=torch.float32, gradient=False)
+    arguments = {"kv_lengths": torch.tensor([40])}
+    expected = [attention(q, k, v, **arguments) for _ in range(2)][1]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attention(q, k, v, **arguments).shape == q.shape
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(q, k, v, **arguments), expected)
+        assert attention(q, k, v).dtype == torch.float32
+        torch.testing.assert_close(attention(q, k, v), attention(q, k, v, kernel="dense"), rtol=1e-5, atol=1e-6)
+
+
+def test_a_future_made_in_inference_mode_serves_training():
+    from backend_torch import few
+
+    few.future.cache_clear()
+    with torch.inference_mode():
+        q, k, v = (x.detach() for x in _qkv())
+        for _ in range(2):
+            attention(q, k, v, causal=True)
+    _compare(_qkv(), "kept", causal=True)
