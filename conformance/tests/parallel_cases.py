@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,49 @@ import numpy as np
 import core_numpy as C
 from conformance.suites.parallel import MODEL, OTHER, TRAIN, batches
 
-__all__ = ["MODEL", "OTHER", "TRAIN", "apart", "attention_over", "batches", "config_of", "free_port", "train_of"]
+__all__ = [
+    "MODEL",
+    "OTHER",
+    "REFUSED",
+    "TRAIN",
+    "apart",
+    "attention_over",
+    "batches",
+    "config_of",
+    "free_port",
+    "killed_at_random",
+    "refusals",
+    "train_of",
+]
 
 # What compiles in a second.
 SMALL: dict[str, Any] = {"layers": 1, "dropout": 0.0, "sinks": False, "qk_norm": False}
+
+
+# On two devices: (layout, of the model, of the training, positions, what is said before the first update).
+REFUSED: list[tuple[dict[str, int], dict[str, Any], dict[str, Any], int, str]] = [
+    ({"data": 3}, {}, {}, 8, '(2); {"data": 3} needs 3'),
+    ({"tensor": 2}, {"heads": 1, "kv_heads": 1}, {}, 8, "heads must be a multiple of the tensor axis (2)"),
+    ({"tensor": 2}, {"kv_heads": 1}, {}, 8, "kv_heads must be a multiple of the tensor axis (2)"),
+    ({"tensor": 2}, {"hidden": 9}, {}, 8, "hidden must be a multiple of the tensor axis (2)"),
+    ({"data": 2}, {}, {"batch": 6}, 8, "batch / accumulate must be a multiple of data x fsdp (2)"),
+    ({"fsdp": 2}, {}, {"batch": 10}, 8, "batch / accumulate must be a multiple of data x fsdp (2)"),
+    ({"context": 2}, {}, {}, 6, "tokens must have a length that is a multiple of 4"),
+]
+
+
+def refusals(backend: Any) -> list[str]:
+    """What a package says to each of them."""
+    said = []
+    for parallel, model, train, length, _ in REFUSED:
+        made = backend.Transformer(C.ModelConfig.from_dict({**MODEL, **SMALL, **model}), dtype="float64")
+        try:
+            backend.Trainer(made, train_of(parallel, **train)).step(batches(1, T=length)[0])
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    return said
 
 
 def config_of(name: str) -> C.ModelConfig:
@@ -39,6 +80,36 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])
+
+
+def killed_at_random(command: list[str], more: dict[str, str], folder: Path, seed: int) -> str:
+    """Two processes that step and save in turns; one is killed at any moment. What the other one says of its end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
+                   "WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), **more}  # fmt: skip
+    started = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    draw = random.Random(seed)
+    victim = draw.randrange(2)
+    try:
+        until = time.monotonic() + 400
+        while not list(folder.glob("step-*/checkpoint.json")):
+            assert time.monotonic() < until and all(process.poll() is None for process in started)
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 3))
+        started[victim].kill()
+        killed = time.time()
+        words = started[1 - victim].communicate(timeout=120)[1]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    file = folder / f"said-{1 - victim}.json"
+    assert file.is_file(), words[-3000:]
+    said = json.loads(file.read_text())
+    assert said["ended"] - killed < 60
+    return str(said["said"])
 
 
 def attention_over(framework: str, count: int, lengths: list[int], folder: Path) -> dict[int, int]:

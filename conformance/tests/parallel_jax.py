@@ -5,6 +5,7 @@ With RANK, WORLD_SIZE and MASTER_PORT set it is one process of WORLD_SIZE. The f
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from parallel_cases import apart, batches, config_of, train_of
+from parallel_cases import apart, batches, config_of, refusals, train_of
 
 import backend_jax as B
 from backend_jax import place
@@ -139,6 +140,20 @@ def killed(parallel: dict[str, int], folder: str, victim: int) -> dict[str, Any]
     return trainer.step(batches(3)[2])
 
 
+def until(parallel: dict[str, int], folder: str) -> None:
+    """Updates, each saved, until another process is lost; says how that ends, and when."""
+    trainer = B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, steps=100_000))
+    trainer.step(batches(1)[0])
+    try:
+        for batch in itertools.cycle(batches(4)):
+            trainer.save(folder)
+            trainer.step(batch)
+    except ConnectionError as error:
+        with open(os.path.join(folder, f"said-{jax.process_index()}.json"), "w", encoding="utf-8") as file:
+            json.dump({"said": str(error), "ended": time.time()}, file)
+        raise
+
+
 def main(out: str, devices: int, jobs: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", devices)
@@ -146,6 +161,8 @@ def main(out: str, devices: int, jobs: list[str]) -> None:
         connect(f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     works: dict[str, Any] = {
         "compared": compared, "compiled": compiled, "ring": ring, "room": room, "resumed": resumed, "killed": killed,
+        "until": until,
+        "refused": lambda: refusals(B),
     }  # fmt: skip
     found = [works[job.pop("do", "compared")](**job) for job in map(json.loads, jobs)]
     if jax.process_index() == 0:

@@ -5,6 +5,7 @@ A job is JSON: {"model", "parallel", "steps", and more of the TrainConfig}.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_cases import apart, batches, config_of, train_of
+from parallel_cases import apart, batches, config_of, refusals, train_of
 
 import backend_torch as B
 
@@ -92,14 +93,30 @@ def killed(parallel: dict[str, int], folder: str) -> dict[str, Any]:
     os._exit(0)  # a group with a dead process cannot be taken down in order
 
 
+def until(parallel: dict[str, int], folder: str) -> None:
+    """Updates, each saved, until another process is lost; says how that ends, and when."""
+    trainer = B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, steps=100_000))
+    trainer.step(batches(1)[0])
+    try:
+        for batch in itertools.cycle(batches(4)):
+            trainer.save(folder)
+            trainer.step(batch)
+    except ConnectionError as error:
+        said = {"said": str(error), "ended": time.time()}
+    with open(os.path.join(folder, f"said-{dist.get_rank()}.json"), "w", encoding="utf-8") as file:
+        json.dump(said, file)
+    os._exit(0)  # a group with a dead process cannot be taken down in order
+
+
 def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
+    works: dict[str, Any] = {
+        "compared": compared, "sent": sent, "partners": partners, "resumed": resumed, "killed": killed, "until": until,
+        "refused": lambda: refusals(B),
+    }  # fmt: skip
     found = []
     for job in map(json.loads, jobs):
-        work = {"compared": compared, "sent": sent, "partners": partners, "resumed": resumed, "killed": killed}[
-            job.pop("do", "compared")
-        ]
-        found.append(work(**job))
+        found.append(works[job.pop("do", "compared")](**job))
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file)

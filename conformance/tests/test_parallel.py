@@ -76,6 +76,17 @@ def test_a_process_with_another_configuration_or_version_is_named():
         P.check_alike({0: alike, 1: alike, 2: {**alike, "version of torch": "2.11"}}, 1)
 
 
+def test_of_two_configurations_the_fields_that_differ_are_said_and_no_others():
+    alike = {"ModelConfig": {"width": 4}, "TrainConfig": {"batch": 8, "lr": 1.0, "ema": None}}
+    other = {**alike, "TrainConfig": {"batch": 8, "lr": 2.0, "ema": 0.9}}
+    with pytest.raises(ValueError) as refused:
+        P.check_alike({0: alike, 1: other}, 0)
+    assert str(refused.value) == (
+        "all processes must have the same TrainConfig: process 1 has {'lr': 2.0, 'ema': 0.9}, "
+        "process 0 has {'lr': 1.0, 'ema': None}"
+    )
+
+
 def test_processes_that_have_not_come_are_named():
     P.check_present([], 4, 60)
     with pytest.raises(TimeoutError, match="process 1, 3 of 4 has not come within 60 s"):

@@ -67,6 +67,16 @@ def test_two_devices_train_as_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_does_not_fit_two_devices_is_refused_before_the_first_update(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import REFUSED
+
+    (said,) = run(2, [{"do": "refused"}], tmp_path)
+    for (*_, words), found in zip(REFUSED, said, strict=True):
+        assert words in found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["plain", "other"])
 def test_two_devices_train_as_one_for_twenty_steps(tmp_path, model):
     layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]

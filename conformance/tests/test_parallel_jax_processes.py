@@ -126,6 +126,25 @@ def test_when_a_process_is_killed_the_others_end_inside_a_minute_and_the_checkpo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(2))
+def test_whenever_a_process_is_killed_the_others_say_so_and_what_was_saved_last_resumes(tmp_path, monkeypatch, seed):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import batches, killed_at_random
+
+    folder = tmp_path / "run"
+    job = json.dumps({"do": "until", "parallel": {"fsdp": 2}, "folder": str(folder)})
+    command = [sys.executable, str(HERE / "parallel_jax.py"), str(tmp_path / "out.json"), "1", job]
+    more = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    said = killed_at_random(command, more, folder, seed)
+    assert "of 2 waited for another one that has gone or did not answer, at update" in said
+    import core_numpy as C
+
+    trainer = C.Trainer.load(folder)
+    assert trainer.updates >= 1 and trainer.step(batches(1)[0])["loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_processes_with_other_configurations_refuse_before_the_first_step(tmp_path):
     port = free_port()
     jobs = [{"parallel": {"data": 2}, "model": "small", "steps": 1, "lr": lr} for lr in (0.01, 0.02)]

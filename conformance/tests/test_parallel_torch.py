@@ -48,6 +48,16 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_does_not_fit_two_processes_is_refused_before_the_first_update(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import REFUSED
+
+    (said,) = run(2, [{"do": "refused"}], tmp_path)
+    for (*_, words), found in zip(REFUSED, said, strict=True):
+        assert words in found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["plain", "other"])
 def test_two_processes_train_as_one_for_twenty_steps(tmp_path, model):
     layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]
@@ -178,6 +188,24 @@ def test_when_a_process_is_killed_the_others_say_so_inside_a_minute_and_the_chec
     import backend_torch as B
 
     assert B.Trainer.load(folder).updates == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_whenever_a_process_is_killed_the_others_say_so_and_what_was_saved_last_resumes(tmp_path, monkeypatch, seed):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import batches, killed_at_random
+
+    folder = tmp_path / "run"
+    job = json.dumps({"do": "until", "parallel": {"fsdp": 2}, "folder": str(folder)})
+    command = [sys.executable, str(HERE / "parallel_torch.py"), str(tmp_path / "out.json"), job]
+    said = killed_at_random(command, {"MASTER_ADDR": "localhost"}, folder, seed)
+    assert "of 2 waited for another one that has gone or did not answer, at update" in said
+    import backend_torch as B
+
+    trainer = B.Trainer.load(folder)
+    assert trainer.updates >= 1 and trainer.step(batches(1)[0])["loss"] > 0
 
 
 @pytest.mark.slow

@@ -128,15 +128,22 @@ def pieces_of(place: int, context: int, causal: bool) -> tuple[int, ...]:
 
 
 def check_alike(facts: Mapping[int, Mapping[str, Any]], own: int) -> None:
-    """Every process says the same of itself: versions and configurations. facts: rank -> what it says."""
+    """Every process says the same of itself: versions and configurations. facts: rank -> what it says.
+
+    Of two configurations the fields that differ are said.
+    """
     mine = facts[own]
     for rank, theirs in sorted(facts.items()):
-        for name in mine.keys() | theirs.keys():
-            if mine.get(name) != theirs.get(name):
-                raise ValueError(
-                    f"all processes must have the same {name}: process {rank} has {theirs.get(name)!r}, "
-                    f"process {own} has {mine.get(name)!r}"
-                )
+        for name in [*mine, *(theirs.keys() - mine.keys())]:
+            a, b = theirs.get(name), mine.get(name)
+            if a == b:
+                continue
+            if isinstance(a, Mapping) and isinstance(b, Mapping):
+                fields = [field for field in [*a, *(b.keys() - a.keys())] if a.get(field) != b.get(field)]
+                a, b = ({field: x.get(field) for field in fields} for x in (a, b))
+            raise ValueError(
+                f"all processes must have the same {name}: process {rank} has {a!r}, process {own} has {b!r}"
+            )
 
 
 def check_present(missing: list[int], count: int, seconds: float) -> None:
