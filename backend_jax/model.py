@@ -61,6 +61,9 @@ class Stack(nnx.Module):
         self.head: Any = Head(initial.at("head")) if initial.has("head.weight") or initial.has("head.bias") else None
         # Set by a Trainer with remat=True: each block's activations are computed again for the backward pass.
         self.remat = False
+        # How often the blocks are repeated, by as many entries along the first axis of their parameters, while a
+        # Trainer's step computes; the layers of anybody else's model have their own blocks.
+        self.folds = 1
 
     def run(
         self, tokens: jax.Array, *, table: jax.Array | None = None, mask=None, kv_lengths=None, segments=None,
@@ -92,8 +95,15 @@ class Stack(nnx.Module):
             "bias": self._by_distance(T, past, S, x.dtype, stored=stored, ring=ring),
             "rotary": make_rotary(config, where, longest) if config.positions == "rotary" else None,
         }  # fmt: skip
+        if not config.dropout:
+            dropout_key = None
+        if self.folds > 1:
+            from .folding import run_folded  # which needs this file
+
+            x = run_folded(self, x, arguments | {"memory": memory}, dropout_key)
+            return self._finish(x, table, kv_lengths, segments)
         for i, block in enumerate(self.blocks):
-            key = None if dropout_key is None or not config.dropout else random.fold_in(dropout_key, i)
+            key = None if dropout_key is None else random.fold_in(dropout_key, i)
             here = {
                 **arguments, "dropout_key": key, "memory": memory[i] if isinstance(memory, list) else memory,
             }  # fmt: skip

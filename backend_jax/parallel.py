@@ -30,6 +30,7 @@ from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, writ
 
 from . import place
 from .arrays import to_numpy
+from .folding import Folding
 from .model import Transformer
 from .training import Program, Trainer
 
@@ -162,6 +163,10 @@ class ParallelTrainer(Trainer):
 
     def _sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, specification(name, shape, self.layout))
+
+    def _fold(self) -> Folding:
+        """None: a layer's arrays are spread by its names."""
+        return Folding.none(self.model)
 
     def _compile(self) -> Program:
         shardings = {name: self._sharding(name, p.shape) for name, p in self._params.items()}

@@ -30,6 +30,7 @@ from core_numpy.contract.schedule import learning_rate
 
 from . import optimizer, random
 from .arrays import from_numpy, to_numpy
+from .folding import Folding, axes_of
 from .layers import cross_entropy_sum
 from .model import Transformer, named_parameters, set_params
 
@@ -111,12 +112,15 @@ class Trainer:
         self.model, self.config, self.updates, self.batches = model, config, 0, 0
         self._variables = named_parameters(model)
         self._publish(self._spread(self._params))
-        self.state = optimizer.initial_state(config, self._params)
         self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
         self._good = 0
         self._saver = Saver()
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
+        self._folding = self._fold()
+        self._published = self._params
+        self._together = self._folding.together(self._published)
+        self._state = optimizer.initial_state(config, self._together)
         self._program = self._compile()
 
     @property
@@ -136,18 +140,19 @@ class Trainer:
         lr = learning_rate(self.config, t)
         with jax.default_matmul_precision(self.config.matmul_precision):
             params, state, report = self._program.step(
-                self._params, self.state, self._arrays(batch), np.uint32(t), np.asarray(lr, self._master),
+                self._gathered(), self._state, self._arrays(batch), np.uint32(t), np.asarray(lr, self._master),
                 np.asarray(self.loss_scale, self._master),
             )  # fmt: skip
-        self._publish(params)
-        # Compiled calls sort by name; the canonical order is the model's.
-        self.state = {slot: {name: state[slot][name] for name in self._variables} for slot in self.state}
+        # Compiled calls sort by name; the canonical order of the slots is the optimiser's.
+        self._together, self._state = params, {slot: state[slot] for slot in self._state}
+        self._published = self._folding.apart(params)
+        self._publish(self._published)
         report = jax.device_get(report)
-        squares = report.pop("squares")
         if np.isfinite(report["grad_norm"]):
             self.updates = t
             self._grow_scale()
         else:
+            squares = self._folding.numbers(report["squares"])
             self._refuse(t, [name for name in self._variables if not np.isfinite(squares[name])])
         self.batches += 1
         return {
@@ -179,14 +184,21 @@ class Trainer:
         for batch in batches:
             self._check(batch)
             with jax.default_matmul_precision(self.config.matmul_precision):
-                loss, count = jax.device_get(self._program.evaluate(self._params, self._arrays(batch)))
+                loss, count = jax.device_get(self._program.evaluate(self._gathered(), self._arrays(batch)))
             total, tokens = total + float(loss), tokens + int(count)
         return {"loss": total / max(tokens, 1), "tokens": tokens}
 
     @property
+    def state(self) -> dict[str, Arrays]:
+        """The optimiser's slots, by name of the slot and of the parameter."""
+        return {slot: self._folding.apart(arrays) for slot, arrays in self._state.items()}
+
+    @property
     def ema(self) -> dict[str, np.ndarray] | None:
         """The averaged parameters as NumPy arrays under canonical names, for `set_params`; None without an average."""
-        return {name: to_numpy(x) for name, x in self.state["ema"].items()} if "ema" in self.state else None
+        if "ema" not in self._state:
+            return None
+        return {name: to_numpy(x) for name, x in self._folding.apart(self._state["ema"]).items()}
 
     def save(self, path: str | os.PathLike[str], *, background: bool = False) -> Path:
         """Write a checkpoint into the folder `path`, which any backend's `Trainer.load` reads; gives its own path.
@@ -240,9 +252,10 @@ class Trainer:
         set_params(model, found.params)
         trainer = cls(model, found.train_config.replace(parallel=parallel))
         expected = {name: (p.shape, p.dtype.name) for name, p in trainer._params.items()}
-        for slot, arrays in trainer.state.items():
+        for slot in trainer._state:
             check_params(expected, found.state.get(slot, {}))
-            arrays.update(trainer._spread({name: from_numpy(found.state[slot][name]) for name in arrays}))
+            arrays = trainer._spread({name: from_numpy(found.state[slot][name]) for name in expected})
+            trainer._state[slot] = trainer._folding.together(arrays)
         trainer.updates, trainer._saver = found.step, Saver(found.path)
         trainer.batches = int(found.extra.get("batches", found.step))
         trainer.loss_scale = float(found.extra.get("loss_scale", trainer.loss_scale))
@@ -259,8 +272,12 @@ class Trainer:
         """Copies, because a step donates the model's arrays and they may be somebody else's too."""
         return {name: jnp.copy(p) for name, p in params.items()}
 
+    def _fold(self) -> Folding:
+        return Folding.none(self.model) if self.config.compile is False else Folding.of(self.model)
+
     def _compile(self) -> Program:
-        return _program(nnx.split(self.model)[0], *_traced(self.config, self.model.config.dropout > 0.0))
+        folding, dropout = self._folding, self.model.config.dropout > 0.0
+        return _program(folding.graph, *_traced(self.config, dropout), folded=folding.folded)
 
     def _arrays(self, batch: dict[str, Any]) -> Arrays:
         return _arrays(batch)
@@ -272,6 +289,13 @@ class Trainer:
     def _params(self) -> Arrays:
         """The model's own arrays: it and its trainer never disagree."""
         return {name: p[...] for name, p in self._variables.items()}
+
+    def _gathered(self) -> Arrays:
+        """The model's parameters as the step takes them: those that it gave, unless somebody has set others since."""
+        own = self._params
+        if any(own[name] is not x for name, x in self._published.items()):
+            self._published, self._together = own, self._folding.together(own)
+        return self._together
 
     def _publish(self, params: Arrays) -> None:
         for name, p in self._variables.items():
@@ -299,10 +323,15 @@ class Program:
     """What is compiled of a trainer; trainers of equal models and configurations share it."""
 
     def __init__(
-        self, graph: nnx.GraphDef, config: TrainConfig, dropout: bool, shardings: dict[str, Any] | None = None
-    ) -> None:
-        """shardings: how parameters lie over devices, which new ones and the moments then do as well."""
+        self, graph: nnx.GraphDef, config: TrainConfig, dropout: bool, shardings: dict[str, Any] | None = None,
+        folded: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """shardings: how parameters lie over devices, which new ones and the moments then do as well.
+
+        folded: the names of those that have a leading axis of layers.
+        """
         self.config, self.dropout, self.traces, self.shardings = config, dropout, 0, shardings
+        self.folded = folded
         self.loss = Loss(graph, config.precision, config.label_smoothing, config.z_loss)
         self.dtype = "float64" if config.precision == "float64" else "float32"
         plain = Loss(graph, config.precision, 0.0, 0.0).total_and_count
@@ -334,16 +363,37 @@ class Program:
         loss, grads = _accumulated(gradients, params, batch, config.accumulate)
         if config.precision == "float16":
             loss, grads = loss / loss_scale, {name: g / loss_scale for name, g in grads.items()}
-        squares = optimizer.square_sums(grads)
-        norm = optimizer.norm_of(grads, squares)
+        squares, joint = self._square_sums(grads)
+        norm = optimizer.norm_of(grads, joint)
         grads = optimizer.clip(grads, norm, config.clip_norm)
-        fresh, after = optimizer.update(config, params, grads, state, t=t, lr=lr)
+        fresh, after = self._optimised(params, grads, state, t, lr)
         # Selected in the same loops that compute the update; a step that is left out changes nothing.
         fresh, after = jax.tree.map(partial(jnp.where, jnp.isfinite(norm)), (fresh, after), (params, state))
         if self.shardings is not None:
             laid_out = (self.shardings, dict.fromkeys(after, self.shardings))
             fresh, after = jax.lax.with_sharding_constraint((fresh, after), laid_out)
         return fresh, after, {"loss": loss, "grad_norm": norm, "tokens": tokens, "squares": squares}
+
+    # The optimiser is told of one layer at a time, whose axes say what decays, and runs over all in one loop.
+
+    def _square_sums(self, grads: Arrays) -> tuple[Arrays, Arrays]:
+        """Each layer's sum of squares, and those of arrays."""
+        if not self.folded:
+            squares = optimizer.square_sums(grads)
+            return squares, squares
+        axes = axes_of(grads, self.folded)
+        squares = jax.vmap(optimizer.square_sums, in_axes=(axes,), out_axes=axes)(grads)
+        return squares, {name: jnp.sum(x) for name, x in squares.items()}
+
+    def _optimised(
+        self, params: Arrays, grads: Arrays, state: dict[str, Arrays], t: jax.Array, lr: jax.Array
+    ) -> tuple[Arrays, dict[str, Arrays]]:
+        update = partial(optimizer.update, self.config, t=t, lr=lr)
+        if not self.folded:
+            return update(params, grads, state)
+        axes = axes_of(params, self.folded)
+        slots = dict.fromkeys(state, axes)
+        return jax.vmap(update, in_axes=(axes, axes, slots), out_axes=(axes, slots))(params, grads, state)
 
 
 # The key is everything that the program depends on. Eight: enough to compare a few models, and executables are large.

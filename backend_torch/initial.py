@@ -22,7 +22,7 @@ def initialise(module: nn.Module, table: Mapping[str, Parameter], seed: int, dev
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "meta":
         return
-    module.to_empty(device=device)
+    materialise(module, device)
     root = key(seed).to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -32,6 +32,13 @@ def initialise(module: nn.Module, table: Mapping[str, Parameter], seed: int, dev
             else:
                 drawn = uniform(fold_in(root, name_hash(name)), spec.shape)
                 parameter.copy_(turn(module, name, spec.bound * (2.0 * drawn - 1.0)))
+
+
+def materialise(module: nn.Module, device: Any) -> None:
+    """`module.to_empty(device=device)` without what that imports: of a meta tensor `torch.empty_like` needs SymPy."""
+    for owner in module.modules():
+        for name, p in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad))
 
 
 def turn(module: nn.Module, name: str, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .arrays import borrow, from_numpy, to_numpy, values
 from .block import Block, Norm, direct, dropout_key_of, dtype_of, parts, rotary_of
 from .cache import KVCache, Pair
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
-from .initial import initialise, turn
+from .initial import initialise, materialise, turn
 from .layers import accumulation, drop
 from .place import move, part
 from .random import fold_in
@@ -232,7 +232,7 @@ class Transformer(Stack):
         if device.type == "cpu":
             _give_room(model)
         else:
-            model.to_empty(device=device)
+            materialise(model, device)
         with torch.no_grad():
             for name, p in named(model).items():
                 turn(model, name, p).copy_(borrow(source.read(name)))

@@ -67,6 +67,20 @@ def test_importing_the_reference_waits_for_nothing_that_few_calls_need():
     assert not late & set(run.stdout.split())
 
 
+def test_an_eager_model_of_torch_trains_without_its_compiler():
+    pytest.importorskip("torch")
+    code = """
+import sys, numpy, backend_torch as B
+model = B.Transformer(B.ModelConfig(vocab=4, width=4, heads=1, layers=1))
+x = numpy.zeros((1, 2), int)
+B.Trainer(model, B.TrainConfig(batch=1)).step({"tokens": x, "targets": x})
+print(*sorted({"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    # 44 MB and a second more, at the first model.
+    assert run.stdout.split() == []
+
+
 def definitions(package: str, name: str) -> list[str]:
     """The public functions and classes of a file, in order."""
     tree = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))

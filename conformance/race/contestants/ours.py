@@ -22,7 +22,7 @@ def _ours(package: str, compile: bool | str) -> Callable[[Task], Running]:
         backend.set_params(model, task.params())
         trainer = backend.Trainer(model, task.train.replace(compile=compile))
         if task.parallel is not None:
-            return Running(lambda batch: trainer.step(batch)["loss"], _wait(package, model, trainer))
+            return Running(lambda batch: trainer.step(batch)["loss"], _wait(package, model))
         passes = {"core_numpy": _numpy_passes, "backend_torch": _torch_passes, "backend_jax": _jax_passes}[package]
         backward, forward, wait = passes(model, trainer, task, compile is True)
 
@@ -49,12 +49,10 @@ def _numpy_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple
 
 def _torch_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[Work, Work, Callable[[], Any]]:
     # The gradients stay tensors, as the peers' do: `loss_and_gradients` would make NumPy arrays of them.
-    from ._torch import running
+    from ._torch import passes
 
     del trainer
-    alike = running(model, model, task, compiled=compiled)
-    assert alike.backward is not None and alike.forward is not None  # `running` has both
-    return alike.backward, alike.forward, alike.finish
+    return passes(model, model, task, compiled=compiled, parameters=model.parameters())
 
 
 def _jax_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[Work, Work, Callable[[], Any]]:
@@ -87,19 +85,20 @@ def _jax_passes(model: Any, trainer: Any, task: Task, compiled: bool) -> tuple[W
         return made()["value"](held["params"], batch["tokens"], batch["targets"])
 
     def wait() -> None:
-        jax.block_until_ready((nnx.state(model), trainer.state, held.get("grads")))
+        # Not for the trainer's state, which one program makes with the parameters, and which a look takes apart.
+        jax.block_until_ready((nnx.state(model), held.get("grads")))
 
     return backward, forward, wait
 
 
-def _wait(package: str, model: Any, trainer: Any) -> Callable[[], Any]:
+def _wait(package: str, model: Any) -> Callable[[], Any]:
     """On several devices of a CPU: torch's work is done when a step returns; JAX's may be on its way."""
     if package != "backend_jax":
         return lambda: None
     import jax
     from flax import nnx
 
-    return lambda: jax.block_until_ready((nnx.state(model), trainer.state))
+    return lambda: jax.block_until_ready(nnx.state(model))
 
 
 ALL = ("gpt", "gpt-unbiased", "llama")
