@@ -82,7 +82,7 @@ def test_deep_updates_are_the_references_and_their_files_everybodys(tmp_path, x6
         ({"layers": 2 * LEAST_REPETITIONS, "layer_windows": (None, NEAR) * LEAST_REPETITIONS}, {"accumulate": 2}),
         ({}, {"optimizer": "sgd", "weight_decay": 0.2}),
         ({"attention_bias": False}, {"optimizer": "lion", "lr": 1e-3, "clip_norm": None}),
-        ({"positions": "rotary", "activation": "swiglu", "norm": "rms"}, {"remat": True}),
+        ({"width": 8, "positions": "rotary", "activation": "swiglu", "norm": "rms"}, {"remat": True}),
         ({"norm_place": "post", "positions": "relative", "final_norm": False}, {"remat": True, "accumulate": 2}),
         ({"kind": "encoder_decoder"}, {}),
     ],
