@@ -8,15 +8,12 @@ that of one repetition. Outside of the update everybody sees the layers' own arr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import place, random
 from .arrays import place_of
 from .model import Stack, Transformer, named_parameters
 
@@ -90,27 +87,6 @@ class Folding(NamedTuple):
 def axes_of(names: Iterable[str], folded: frozenset[str]) -> dict[str, int | None]:
     """What `jax.vmap` is told, so that a function of arrays under these names sees those of one layer."""
     return {name: 0 if name in folded else None for name in names}
-
-
-def run_folded(stack: Stack, x: jax.Array, arguments: dict[str, Any], dropout_key: jax.Array | None) -> jax.Array:
-    """The blocks of a folded stack, repeated over the leading axis of their parameters, in a loop compiled once."""
-    parts = [nnx.split(block) for block in stack.blocks]
-    period = len(parts)
-
-    def one(graph: nnx.GraphDef, state: Any, x: jax.Array, key: jax.Array | None, given: dict[str, Any]) -> jax.Array:
-        return nnx.merge(graph, state).run(x, dropout_key=key, **given)
-
-    def repetition(x: jax.Array, item: tuple[jax.Array, list[Any]]) -> tuple[jax.Array, None]:
-        number, states = item
-        for i, ((graph, _), state) in enumerate(zip(parts, states, strict=True)):
-            key = None if dropout_key is None else random.fold_in(dropout_key, number * period + i)
-            run = partial(one, graph)
-            # Inside of a loop nothing merges the second computation with the first again.
-            x = place.hidden((jax.checkpoint(run, prevent_cse=False) if stack.remat else run)(state, x, key, arguments))
-        return x, None
-
-    numbers = jnp.arange(stack.folds, dtype=jnp.uint32)
-    return jax.lax.scan(repetition, x, (numbers, [state for _, state in parts]))[0]
 
 
 def _fold(stack: Stack, prefix: str, members: dict[str, tuple[str, ...]]) -> None:

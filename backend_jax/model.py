@@ -20,6 +20,7 @@ from .arrays import from_numpy, place_of, to_numpy, values
 from .block import Block, make_rotary
 from .cache import KVCache, Pair, close_cache, open_cache
 from .modules import Initial, Norm, Stored, drop, matmul
+from .repeating import run_repeated
 
 
 class Table(nnx.Module):
@@ -98,9 +99,8 @@ class Stack(nnx.Module):
         if not config.dropout:
             dropout_key = None
         if self.folds > 1:
-            from .folding import run_folded  # which needs this file
-
-            x = run_folded(self, x, arguments | {"memory": memory}, dropout_key)
+            given = arguments | {"memory": memory}
+            x = run_repeated(self.blocks, self.folds, x, given, dropout_key=dropout_key, remat=self.remat)
             return self._finish(x, table, kv_lengths, segments)
         for i, block in enumerate(self.blocks):
             key = None if dropout_key is None else random.fold_in(dropout_key, i)
