@@ -51,6 +51,12 @@ def test_a_changed_line_is_caught(file, text):
         assert caught_by(of(file, text))
 
 
+def test_a_changed_default_of_a_public_name_is_caught_by_its_signature():
+    lines = (root() / "block.py").read_text(encoding="utf-8").splitlines()
+    (seed, *_) = [m for m in mutants("block.py") if m.text == "0 made 1" and "seed: int = 0" in lines[m.line - 1]]
+    assert caught_by(seed) == "signature-MultiHeadAttention"
+
+
 def test_without_a_change_nothing_is_caught_and_nothing_stays():
     before = {name: getattr(core_numpy, name) for name in core_numpy.__all__}
     with imported(None) as module:

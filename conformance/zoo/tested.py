@@ -20,10 +20,15 @@ from .mutation import Mutant, mutated, root
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "attention.py": ("test_attention_core", "test_attention_core_limits", "test_attention_properties"),
     "masks.py": ("test_masks",),
-    "encodings.py": ("test_encodings_added", "test_encodings_gradients", "test_encodings_rotary"),
+    "encodings.py": (
+        "test_encodings_added",
+        "test_encodings_gradients",
+        "test_encodings_rotary",
+        "test_encodings_refusals",
+    ),
     "layers.py": ("test_layers_core",),
     "random.py": ("test_random",),
-    "model.py": ("test_model_core", "test_cache_core", "test_training_core"),
+    "model.py": ("test_model_core", "test_cache_core", "test_cache_ring", "test_training_core"),
     "training.py": ("test_training_core", "test_training_saving", "test_optimiser", "test_training_refusals"),
 }
 _AS = {
