@@ -111,7 +111,8 @@ def check_together(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, b
     bound, of which rounding to nearest takes u |x| / sqrt(3) at most in the root mean square and nothing in the mean.
     So the root mean square of the shares of all elements, and their mean along the sign of x, have bounds far below 1:
     a result that is cut where it should be rounded is within the bound of every element and out of these.
-    Elements with one mantissa are rounded alike and count once. The share goes to `tally.together`.
+    Elements whose mantissas are less than a unit of the type apart are rounded alike and count once: the weights of a
+    row whose scores are almost equal say no more than one of them. The share goes to `tally.together`.
     """
     value, size = np.asarray(got, dtype=np.float64), np.abs(want)
     usable = np.isfinite(want) & np.isfinite(value) & (bound > 0) & (size > 4.0 * TINY[dtype])
@@ -121,7 +122,7 @@ def check_together(tally: Tally, name: str, got: np.ndarray, want: np.ndarray, b
     share = (value[usable] - want[usable]) * np.sign(want[usable]) / limit
     own = np.minimum(OUTPUT * UNIT[dtype] * size, limit) / limit
     rest, rounding = 1.0 - own, own / (OUTPUT * np.sqrt(3.0))
-    _, place, often = np.unique(np.round(np.frexp(size)[0] * 2.0**20), return_inverse=True, return_counts=True)
+    _, place, often = np.unique(np.round(np.frexp(size)[0] / UNIT[dtype]), return_inverse=True, return_counts=True)
     number = len(often)
     if number < MANY:
         return 0.0

@@ -119,7 +119,8 @@ def _attention(
     unit = budget.UNIT[budget.accumulation(dtype)]
     delta, slope = budget.score_errors(finite_q, finite_k, scale, shared.get("softcap"), bias, unit)
     kept = np.ones_like(weights)
-    rate = shared.get("dropout_rate", 0.0)
+    # Weights are given before dropout.
+    rate = 0.0 if function == "attention_weights" else shared.get("dropout_rate", 0.0)
     if rate > 0:
         key = native({"key": shared["dropout_key"]})["key"]
         kept = core.bernoulli(key, 1.0 - rate, weights.shape) / (1.0 - rate) if rate < 1 else np.zeros_like(weights)

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from conformance import models, rows, space, summary
+from conformance import inputs, models, oracle, rows, space, summary
 from conformance.compare import Disagreement, Tally, check_exact, check_within
 from conformance.runner import ABSENT, FAILED, PASSED, judge, judged, run_case
 from conformance.targets import load
@@ -104,6 +104,21 @@ def test_a_target_that_raises_or_returns_the_wrong_thing_fails_the_case():
         result = judge(case(), target, "float32")
         assert result.status == FAILED
         assert result.detail
+
+
+def test_the_budget_of_weights_does_not_know_of_dropout():
+    """Weights are given before dropout, and so are their gradients: the dropped ones have a budget too."""
+    draw = np.random.Generator(np.random.Philox(1))
+    q, k = draw.standard_normal((2, 2, 9, 4)), draw.standard_normal((2, 2, 9, 4))
+    dropped = {"q": q, "k": k, "dropout_rate": 0.9, "dropout_key": inputs.Key(3)}
+    for dtype in ("float32", "bfloat16"):
+        with_it, without = (
+            oracle.expected("one", "attention_weights", given, ["q", "k"], dtype)
+            for given in (dropped, {"q": q, "k": k})
+        )
+        for name, bound in without.gradient_bounds.items():
+            np.testing.assert_array_equal(with_it.gradient_bounds[name], bound)
+        assert all((bound > 0).all() for bound in with_it.gradient_bounds.values())
 
 
 def test_one_wrong_element_in_a_million_is_seen():

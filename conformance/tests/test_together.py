@@ -66,6 +66,16 @@ def test_values_with_one_mantissa_count_once():
     assert 0 < shares(mixed.astype(DTYPES["bfloat16"]), mixed, "bfloat16")[1] <= 1.0
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_values_that_are_less_than_a_unit_apart_count_once(dtype):
+    """Rows of weights whose scores are almost equal: 1/n, n times, each a little different."""
+    each = np.repeat(1 / np.arange(1.0, 64.0), 63)
+    for seed in range(20):
+        want = each * (1 + 1e-5 * values(each.size, seed))
+        assert shares(want.astype(DTYPES[dtype]), want, dtype)[1] <= 1.0
+        assert shares(cut(values(500, seed), dtype), values(500, seed), dtype)[1] > 1.0
+
+
 def test_what_was_rounded_before_makes_room():
     """Where most of the bound is for earlier roundings, these may lean to one side."""
     want = values(500)
