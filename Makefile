@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= all,dev
 
-.PHONY: install test slow demo docs lint oldest release clean
+.PHONY: install test slow coverage demo docs lint oldest audit release clean
 
 # The stamp is written last, so that an install that was interrupted starts again.
 $(VENV)/installed-%: pyproject.toml constraints.txt
@@ -20,6 +20,14 @@ test: install
 
 slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# Lines and branches: the reference's all, the backends' nearly all; what only an accelerator reaches is the rest.
+coverage: install
+	$(BIN)/python -m coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --include='core_numpy/*' --fail-under=100
+	$(BIN)/python -m coverage report --include='backend_*/*' --fail-under=95
 
 demo: install
 	$(BIN)/python -m conformance demo
@@ -39,6 +47,12 @@ oldest:
 	$(VENV)-nox/bin/python -m pip install --disable-pip-version-check --quiet nox
 	$(VENV)-nox/bin/nox -s oldest
 
+# Known faults of the pinned versions; needs the network. A package that the index cannot judge fails, it is not passed.
+audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
+
 # Wheel and sdist, the same bytes from the same commit, checked as the index will check them.
 release:
 	$(PYTHON) -m venv $(VENV)-release
@@ -49,4 +63,4 @@ release:
 	cd dist && sha256sum *
 
 clean:
-	rm -rf $(VENV) $(VENV)-nox $(VENV)-release demo build dist docs/_build
+	rm -rf $(VENV) $(VENV)-nox $(VENV)-audit $(VENV)-release .coverage* demo build dist docs/_build

@@ -374,6 +374,16 @@ def test_an_error_is_one_line_and_status_2_and_debug_shows_the_rest(stand_in, ca
         main(stand_in, [*arguments, "--debug"])
 
 
+def test_a_package_that_is_missing_is_one_line_and_status_3(stand_in, capsys, monkeypatch):
+    assert main(stand_in, [*RUN, "--steps", "1", "--out", "run"]) == 0
+    capsys.readouterr()
+    for name in [name for name in sys.modules if name.startswith("safetensors")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(stand_in, ["evaluate", "--resume", "run"]) == 3
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and "pip install safetensors" in printed
+
+
 def test_an_unknown_size_is_a_usage_error(stand_in, capsys):
     with pytest.raises(SystemExit) as caught:
         main(stand_in, ["train", "--size", "tinny"])

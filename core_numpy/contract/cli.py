@@ -53,7 +53,8 @@ def from_backend(backend: ModuleType, array: Any) -> np.ndarray:
 
 
 def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
-    """Run one verb; gives the exit status: 0 done, 2 an error in one line on stderr, 130 interrupted and saved.
+    """Run one verb; gives the exit status: 0 done, 2 an error in one line on stderr, 3 where a package is missing, 130
+    interrupted and saved.
 
     `--debug` shows the traceback instead of the line.
     """
@@ -73,7 +74,7 @@ def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"error: {text}", file=sys.stderr)
-        return 2
+        return 3 if isinstance(error, ImportError) else 2
 
 
 def build_parser(backend: ModuleType) -> argparse.ArgumentParser:
