@@ -15,7 +15,7 @@ from flax import nnx
 from core_numpy.contract.checks.common import require_x64
 from core_numpy.contract.checks.model import check_module
 from core_numpy.contract.config import BlockConfig
-from core_numpy.contract.copies import Room, copied
+from core_numpy.contract.copies import Room, copied, serves
 from core_numpy.contract.families import Pretrained
 from core_numpy.contract.parameters import Parameter, name_hash
 
@@ -91,8 +91,10 @@ class Stored(Initial):
         return Stored(self._table, self._read, self.dtype, self._device, self._room, f"{self._prefix}{name}.")
 
     def parameter(self, name: str) -> nnx.Param:
-        # A copy that nobody else has: the file's memory is let go.
-        array = copied(self._read(f"{self._prefix}{name}"), jnp.dtype(self.dtype), room=self._room)
+        array, dtype = self._read(f"{self._prefix}{name}"), jnp.dtype(self.dtype)
+        # At a multiple of 64 bytes JAX takes the file's memory as it is; a copy lets it go.
+        if not serves(array, dtype, alignment=64):
+            array = copied(array, dtype, room=self._room)
         return nnx.Param(jax.device_put(array, self._device))
 
 

@@ -28,7 +28,7 @@ from .attention import attention, attention_weights
 from .cache import KVCache, LayerCache, Pair, read
 from .encodings import rotary_tables, rotate
 from .frequencies import scaled_frequencies
-from .initial import initialise
+from .initial import initialise, linear
 from .layers import drop, normalise_layer, normalise_rms
 from .place import part
 from .random import split
@@ -67,10 +67,10 @@ class MultiHeadAttention(nn.Module):
         self.causal = config.is_causal if isinstance(config, ModelConfig) else bool(config.causal)
         self.rotary_layout = config.rotary_layout if isinstance(config, ModelConfig) else "half"
         width, bias, factory = config.width, config.attention_bias, parts(dtype)
-        self.query = nn.Linear(width, config.heads * config.key_size, bias=bias, **factory)
-        self.key = nn.Linear(width, config.groups * config.key_size, bias=bias, **factory)
-        self.value = nn.Linear(width, config.groups * config.value_size, bias=bias, **factory)
-        self.output = nn.Linear(config.heads * config.value_size, width, bias=config.has_output_bias, **factory)
+        self.query = linear(width, config.heads * config.key_size, bias=bias, factory=factory)
+        self.key = linear(width, config.groups * config.key_size, bias=bias, factory=factory)
+        self.value = linear(width, config.groups * config.value_size, bias=bias, factory=factory)
+        self.output = linear(config.heads * config.value_size, width, bias=config.has_output_bias, factory=factory)
         self.query_norm = Norm(config, factory, size=config.key_size) if config.qk_norm else None
         self.key_norm = Norm(config, factory, size=config.key_size) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.heads, **factory)) if config.sinks else None
@@ -207,9 +207,9 @@ class FeedForward(nn.Module):
         check_module(config, seed, dtype, model=False)
         self.config = config
         width, hidden, bias, factory = config.width, config.hidden_size, config.ffn_bias, parts(dtype)
-        self.up = nn.Linear(width, hidden, bias=bias, **factory)
-        self.gate = nn.Linear(width, hidden, bias=bias, **factory) if config.gated else None
-        self.down = nn.Linear(hidden, width, bias=bias, **factory)
+        self.up = linear(width, hidden, bias=bias, factory=factory)
+        self.gate = linear(width, hidden, bias=bias, factory=factory) if config.gated else None
+        self.down = linear(hidden, width, bias=bias, factory=factory)
         initialise(self, contract.feed_forward_parameters(config), seed, device)
 
     def forward(self, x: Tensor, *, dropout_key: Tensor | None = None) -> Tensor:

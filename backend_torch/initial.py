@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from core_numpy.contract.parameters import Parameter, name_hash
 
 from .random import fold_in, key, uniform
+
+Either = TypeVar("Either", Tensor, np.ndarray)
 
 
 def initialise(module: nn.Module, table: Mapping[str, Parameter], seed: int, device: Any) -> None:
@@ -41,8 +44,22 @@ def materialise(module: nn.Module, device: Any) -> None:
             setattr(owner, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad))
 
 
-def turn(module: nn.Module, name: str, x: Tensor) -> Tensor:
+def turn(module: nn.Module, name: str, x: Either) -> Either:
     """Canonical to torch's orientation and back, here alone: `nn.Linear` stores (out, in), canonical is (in, out)."""
     owner, _, leaf = name.rpartition(".")
     is_linear = leaf == "weight" and isinstance(module.get_submodule(owner), nn.Linear)
-    return x.t() if is_linear else x
+    return x.T if is_linear else x
+
+
+class _Undrawn(nn.Linear):
+    """A linear layer while it is made: torch's own would draw values that `initialise` draws again."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing."""
+
+
+def linear(inputs: int, outputs: int, *, bias: bool, factory: dict[str, Any]) -> nn.Linear:
+    """An `nn.Linear`, of that very class, without values."""
+    layer = _Undrawn(inputs, outputs, bias=bias, **factory)
+    layer.__class__ = nn.Linear
+    return layer

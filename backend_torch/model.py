@@ -18,15 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from core_numpy.contract.checks.model import check_model_call, check_module, check_params, check_source
 from core_numpy.contract.config import BlockConfig, ModelConfig
-from core_numpy.contract.copies import Room, rounded_up
+from core_numpy.contract.copies import Room, copied, serves
 from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
+from core_numpy.contract.tensor_file import numpy_dtype
 
 from .arrays import borrow, from_numpy, to_numpy, values
 from .block import Block, Norm, direct, dropout_key_of, dtype_of, parts, rotary_of
 from .cache import KVCache, Pair
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
-from .initial import initialise, materialise, turn
+from .initial import initialise, linear, materialise, turn
 from .layers import accumulation, drop
 from .place import move, part
 from .random import fold_in
@@ -79,7 +80,7 @@ class Stack(nn.Module):
         size = config.vocab if config.head == "lm" else config.classes or 0
         if config.tie_embeddings:
             return Bias(size, factory) if config.has_head_bias else None
-        return nn.Linear(config.width, size, bias=config.has_head_bias, **factory)
+        return linear(config.width, size, bias=config.has_head_bias, factory=factory)
 
     def run(
         self,
@@ -224,18 +225,19 @@ class Transformer(Stack):
     ) -> Transformer:
         """The model of a Hugging Face folder in `dtype`, in eval mode. Rules: core_numpy.model.
 
-        Each parameter is copied from the mapped file straight into its place.
+        On a CPU, parameters that lie in the file as they do in memory are read from there: docs/porting.md. All others
+        are copied from the mapped file straight into their places.
         """
         source = Pretrained(folder)
         model = cls(source.config, dtype=dtype, device="meta")
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type == "cpu":
-            _give_room(model)
+            _take(model, source, dtype)
         else:
             materialise(model, device)
-        with torch.no_grad():
-            for name, p in named(model).items():
-                turn(model, name, p).copy_(borrow(source.read(name)))
+            with torch.no_grad():
+                for name, p in named(model).items():
+                    turn(model, name, p).copy_(borrow(source.read(name)))
         model.family = source.family
         return model.eval()
 
@@ -348,14 +350,21 @@ class Transformer(Stack):
         return self.decoder if self.config.kind == "encoder_decoder" else self
 
 
-def _give_room(model: Transformer) -> None:
-    """One piece of memory for all parameters, each with a storage of its own: `Room` says why."""
-    own = named(model)
-    room = Room(sum(rounded_up(p.nbytes) for p in own.values()))
-    for name, p in own.items():
+def _take(model: Transformer, source: Pretrained, dtype: str) -> None:
+    """Give a model without memory its parameters, each with a storage of its own: the file's or a piece of a `Room`."""
+    kind = numpy_dtype(dtype)
+    room = Room.of(source.shapes.values(), kind)
+    for name, p in named(model).items():
         owner, _, leaf = name.rpartition(".")
-        memory = torch.from_numpy(room.take((p.nbytes,), np.dtype(np.uint8)))
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(memory.view(p.dtype).view(p.shape)))
+        x = turn(model, name, source.read(name))
+        if serves(x, kind):
+            value = borrow(x)
+        elif x.flags.c_contiguous:
+            # torch converts faster than NumPy, and turns matrices more slowly.
+            value = borrow(room.take(x.shape, kind)).copy_(borrow(x))
+        else:
+            value = borrow(copied(x, kind, room=room))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
 
 
 def pool(x: Tensor, how: str, kv_lengths: Tensor | None, segments: Tensor | None) -> Tensor:

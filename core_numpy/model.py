@@ -38,7 +38,7 @@ from .block import Block, BranchKept, Scene
 from .cache import KVCache, Pair
 from .contract.checks.model import check_model_call, check_params, check_source
 from .contract.config import ModelConfig
-from .contract.copies import Room, copied
+from .contract.copies import Room, copied, serves
 from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
 from .encodings import alibi_bias, dtype_of, relative_bias, sinusoidal_encoding
@@ -86,12 +86,18 @@ class Transformer(Module):
     ) -> Transformer:
         """The model of a Hugging Face folder, `config.json` and `*.safetensors`, in `dtype`.
 
+        Parameters that lie in the file as they do in memory are read from there: docs/porting.md.
         Refused: `contract.families.Pretrained`. Rules: model-11.
         """
         source = Pretrained(folder)
         cls.refuse(source.config, 0, dtype, device, model=True)
         kind, room = dtype_of(dtype), Room.of(source.shapes.values(), dtype_of(dtype))
-        values = {name: copied(source.read(name), kind, order="K", room=room) for name in source.shapes}
+
+        def value(name: str) -> np.ndarray:
+            x = source.read(name)
+            return x if serves(x, kind, order="K") else copied(x, kind, order="K", room=room)
+
+        values = {name: value(name) for name in source.shapes}
         model = cls.__new__(cls)
         model.assemble(source.config, values, dtype)
         model.family = source.family

@@ -117,7 +117,7 @@ def test_half_precision_read_into_float32_is_exact(package, dtype, tmp_path):
 
 
 def test_each_parameter_of_torch_has_a_storage_of_its_own(tmp_path):
-    """They share one piece of memory, and nothing that torch knows of: files and copies of one hold that one alone."""
+    """They share a file or one piece of memory, and nothing that torch knows of: copies of one hold that one alone."""
     B = load("backend_torch")
     config = B.ModelConfig(vocab=13, width=6, heads=3, layers=1, max_length=5, **FAMILIES["gpt2"])
     B.Transformer(config).save_pretrained(tmp_path)
@@ -125,7 +125,7 @@ def test_each_parameter_of_torch_has_a_storage_of_its_own(tmp_path):
     storages = [p.untyped_storage() for p in model.parameters()]
     assert [len(each) for each in storages] == [p.nbytes for p in model.parameters()]
     assert len({each.data_ptr() for each in storages}) == len(storages)
-    assert all(p.is_leaf and p.requires_grad and p.data_ptr() % 64 == 0 for p in model.parameters())
+    assert all(p.is_leaf and p.requires_grad and p.is_contiguous() for p in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model.to("meta").embedding.weight.is_meta

@@ -1,4 +1,4 @@
-"""Copies of large arrays, as fast as memory allows: aligned, in large pages, transposed in blocks."""
+"""Copies of large arrays, and none where the original serves: aligned, in large pages, transposed in blocks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ class Room:
     """Memory for arrays that are made one after the other and live together: `take` gives each the next piece.
 
     One piece of memory for a whole model, because the system hands out small ones page by page, at a fault each: of
-    large ones it makes large pages where it has them.
+    large ones it makes large pages where it has them. The first array that is taken asks for it.
     """
 
     def __init__(self, size: int) -> None:
         """`size`: bytes, each array's rounded up to a multiple of 64."""
-        self._memory = np.empty(size + 63, np.uint8)
-        self._next = -self._memory.ctypes.data % 64
+        self._size, self._next = size, 0
+        self._memory: np.ndarray | None = None
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if self._memory is None:
+            self._memory = np.empty(self._size + 63, np.uint8)
+            self._next = -self._memory.ctypes.data % 64
         size = math.prod(shape) * dtype.itemsize
         begin, self._next = self._next, self._next + rounded_up(size)
         return self._memory[begin : begin + size].view(dtype).reshape(shape)
@@ -35,6 +38,15 @@ class Room:
 def rounded_up(size: int) -> int:
     """The least multiple of 64, at which JAX takes memory as it is."""
     return -(-size // 64) * 64
+
+
+def serves(x: np.ndarray, dtype: Any, *, order: str = "C", alignment: int = 1) -> bool:
+    """Whether x may be used as it is: in `dtype`, its numbers close together in the order that `copied` would give.
+
+    alignment: what x's address must be a multiple of, besides its dtype's own.
+    """
+    lies = x.flags.c_contiguous or (order == "K" and x.flags.f_contiguous)
+    return x.dtype == np.dtype(dtype) and lies and x.flags.aligned and x.ctypes.data % alignment == 0
 
 
 def copied(x: np.ndarray, dtype: Any, *, order: str = "C", room: Room | None = None) -> np.ndarray:

@@ -42,6 +42,11 @@ def require_package(name: str) -> Any:
         raise ImportError(f"this needs the package {package}: pip install {package} ({error})") from error
 
 
+def numpy_dtype(name: str) -> np.dtype:
+    """The dtype of that name; NumPy's own have no bfloat16."""
+    return np.dtype(require_package("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+
+
 def refuse_pickle(path: Path) -> None:
     """Refuse a file that is a pickle by its name or its first bytes."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -189,7 +194,8 @@ def _pieces(layout: Layout, arrays: Iterator[np.ndarray], metadata: Mapping[str,
         begin, end = end, end + math.prod(shape) * ITEM_SIZES[words[dtype]]
         header[name] = {"dtype": words[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8, as the library writes them
+    # The data begin at a multiple of 64, where JAX takes them as they are; the library asks for one of 8.
+    text += b" " * (-(8 + len(text)) % 64)
     yield len(text).to_bytes(8, "little") + text
     for name, dtype, shape in layout:
         array = next(arrays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,10 @@ class Pretrained:
             raise type(error)(f"{self.folder / 'config.json'}: {error}") from error
         self._fields = {"type_vocab_size": fields.get("type_vocab_size", 2)}
         self.shapes = {name: p.shape for name, p in model_parameters(self.config).items()}
+        self._lines = expanded(family, self.config, self.shapes)
         self._places = {
             name: (line, position)
-            for line in expanded(family, self.config)
+            for line in self._lines
             for position, name in enumerate(line.ours)
         }  # fmt: skip
         self._check(family)
@@ -74,7 +75,7 @@ class Pretrained:
     def _check(self, family: Family) -> None:
         """Every tensor is there, has its shape, and is expected."""
         problems, used = [], set()
-        for line in expanded(family, self.config):
+        for line in self._lines:
             shapes = line.operation.shapes([self.shapes[name] for name in line.ours], self.config, self._fields)
             for name, shape in zip(line.stored, shapes, strict=True):
                 found = self._stored.get(self._found(family, name))
@@ -150,9 +151,8 @@ def _plain_names(family: Family, prefix: str, entries: dict[str, Stored], folder
     return found
 
 
-def expanded(family: Family, config: ModelConfig) -> list[Entry]:
-    """The lines of a family's table for this configuration, layer by layer."""
-    known = model_parameters(config)
+def expanded(family: Family, config: ModelConfig, known: Container[str]) -> list[Entry]:
+    """The lines of a family's table for this configuration, whose parameters are `known`, layer by layer."""
     lines = []
     for line in family.tensors:
         if line.when is not None and getattr(config, line.when[0]) != line.when[1]:
@@ -194,11 +194,13 @@ def family_of(config: ModelConfig, family: str | None = None) -> Family:
 
 def fields_of(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Their `config.json` of our configuration, read back and found to mean the same."""
-    covered = {name for line in expanded(family, config) for name in line.ours}
-    uncovered = [name for name in model_parameters(config) if name not in covered]
+    known = model_parameters(config)
+    lines = expanded(family, config, known)
+    covered = {name for line in lines for name in line.ours}
+    uncovered = [name for name in known if name not in covered]
     if uncovered:
         raise ValueError(f"{family.name} has no tensor for {uncovered[0]}")
-    stored = frozenset(name for line in expanded(family, config) for name in line.stored)
+    stored = frozenset(name for line in lines for name in line.stored)
     heads = [name for name, (head, _) in family.architectures.items() if head == config.head]
     if not heads:
         raise ValueError(f"{family.name} cannot say head={config.head!r}")
@@ -222,7 +224,7 @@ def write_pretrained(
     prefix = table.architectures[fields["architectures"][0]][1]
     shapes = {name: p.shape for name, p in model_parameters(config).items()}
     dtype = read("decoder.embedding.weight" if config.kind == "encoder_decoder" else "embedding.weight").dtype.name
-    lines = expanded(table, config)
+    lines = expanded(table, config, shapes)
     layout: list[tuple[str, str, Shape]] = []
     for line in lines:
         stored = line.operation.shapes([shapes[name] for name in line.ours], config, fields)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tensor_file import PICKLED, Layout, check_header, require_package, write_streams, write_whole
+from ..tensor_file import PICKLED, Layout, check_header, numpy_dtype, write_streams, write_whole
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -115,7 +115,7 @@ def view(stored: Stored) -> np.ndarray:
     name = _DTYPES.get(stored.dtype)
     if name is None:
         raise ValueError(f"{stored.path} has a tensor of dtype {stored.dtype}; expected {', '.join(_DTYPES)}")
-    dtype = np.dtype(require_package("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+    dtype = numpy_dtype(name)
     count = math.prod(stored.shape)
     if count == 0:
         return np.empty(stored.shape, dtype)
