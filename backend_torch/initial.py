@@ -60,6 +60,6 @@ class _Undrawn(nn.Linear):
 
 def linear(inputs: int, outputs: int, *, bias: bool, factory: dict[str, Any]) -> nn.Linear:
     """An `nn.Linear`, of that very class, without values."""
-    layer = _Undrawn(inputs, outputs, bias=bias, **factory)
+    layer: nn.Linear = _Undrawn(inputs, outputs, bias=bias, **factory)
     layer.__class__ = nn.Linear
     return layer

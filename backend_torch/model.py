@@ -354,7 +354,7 @@ def _take(model: Transformer, source: Pretrained, dtype: str) -> None:
     """Give a model without memory its parameters, each with a storage of its own: the file's or a piece of a `Room`."""
     kind = numpy_dtype(dtype)
     room = Room.of(source.shapes.values(), kind)
-    for name, p in named(model).items():
+    for name in named(model):
         owner, _, leaf = name.rpartition(".")
         x = turn(model, name, source.read(name))
         if serves(x, kind):
