@@ -32,6 +32,7 @@ from .initial import initialise, linear
 from .layers import drop, normalise_layer, normalise_rms
 from .place import part
 from .random import split
+from .turning import Tables, turned, turns
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -164,6 +165,11 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, context: Tensor | None, rotary: Rotary | None, pair: Pair | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k (B, G, S, D), v (B, G, S, Dv)."""
+        if pair is None and context is None and self.query_norm is None and self.rotary_layout == "half":
+            size = self.config.key_size
+            if turns(rotary, x, size):
+                q, k = turned(self.query(x), self.key(x), cast(Tables, rotary))
+                return q, k, heads_of(self.value(x), self.config.value_size)
         q = heads_of(self.query(x), self.config.key_size)
         if self.query_norm is not None:
             q = self.query_norm(q)

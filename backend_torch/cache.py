@@ -16,6 +16,7 @@ from core_numpy.contract.ring import cache_slots
 
 from .arrays import values
 from .random import categorical, fold_in
+from .turning import Tables
 
 if TYPE_CHECKING:
     from .model import Transformer
@@ -50,17 +51,17 @@ class KVCache:
         self.source: tuple[Tensor | None, Tensor | None] = (None, None)
         self.encoded: Tensor | None = None
         self.memory: list[Pair] | None = None
-        self._rotary: Pair | None = None
+        self._rotary: Tables | None = None
 
-    def rotary(self, tables: Callable[[int], Pair], T: int) -> Pair:
+    def rotary(self, tables: Callable[[int], Pair], T: int) -> Tables:
         """cos and sin of the next T positions; `tables(n)` makes those of positions 0 to n - 1.
 
         Kept and made for twice as many positions when they run out: a cache never outlives its frequencies.
         """
         end = self.length + T
         if self._rotary is None or self._rotary[0].shape[0] < end:
-            self._rotary = tables(min(2 * end, self.capacity))
-        return self._rotary[0][self.length : end], self._rotary[1][self.length : end]
+            self._rotary = Tables.of(*tables(min(2 * end, self.capacity)))
+        return self._rotary.rows(self.length, end)
 
     def extend(self, k: Tensor, v: Tensor, options: Options, layer: int = 0) -> tuple[Tensor, Tensor, Options]:
         """Put k (B, G, T, D) and v (B, G, T, Dv) after `length`.
@@ -72,9 +73,10 @@ class KVCache:
         stores, new = (self.keys[layer], self.values[layer]), (k.detach(), v.detach())
         if T == 1:
             # A single query sees whatever is stored, in any order: no band is left to say.
-            for store, x in zip(stores, new, strict=True):
-                store[:, :, start % slots] = x[:, :, 0]
-            k, v = (store[:, :, : start + 1] for store in stores)
+            place, count = start % slots, min(start + 1, slots)
+            stores[0].narrow(2, place, 1).copy_(new[0])
+            stores[1].narrow(2, place, 1).copy_(new[1])
+            k, v = stores[0].narrow(2, 0, count), stores[1].narrow(2, 0, count)
             return k, v, _of_slots(options, start, slots, k.device)
         if start + T <= slots:
             for store, x in zip(stores, new, strict=True):
