@@ -62,9 +62,9 @@ class Ring:
     def size(self) -> int:
         return self.length // (self.count * self.pieces)
 
-    def start(self, device: Any, piece: int) -> Any:
-        """Where piece 0 or 1 of a device begins; the device may be traced."""
-        return (device if piece == 0 else 2 * self.count - 1 - device) * self.size
+    def start(self, device: Any, piece: Any) -> Any:
+        """Where piece 0 or 1 of a device begins; device and piece may be traced."""
+        return (device + piece * (2 * self.count - 1 - 2 * device)) * self.size
 
     def sees(self, query: Any, key: Any) -> Any:
         """Whether a query of the piece that begins at `query` may attend to a key of the one that begins at `key`."""
@@ -150,22 +150,18 @@ def _forward(ring: Ring, own: Arrays, whole: Arrays, here: jax.Array) -> tuple[j
     acc = accumulation(own["q"].dtype)
     (B, H, T), q, v, size = own["q"].shape[:3], own["q"], own["v"], own["k"].shape[-1]
 
-    def visit(steps: Sequence[int], step: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        for a, b in ring.pairs(steps):
-            rows = _slice(ring, a)
-            cut = _cut(ring, own, {"k": keys["kv"][..., :size], "v": keys["kv"][..., size:]}, a, b)
-            work = partial(_block, ring, whole, cut)
-            blank = (jnp.zeros((B, H, ring.size, v.shape[-1]), q.dtype), jnp.full((B, H, ring.size), -jnp.inf, acc))
-            out, lse = _seen(ring, here, steps, step, a, b, work, blank)
-            before = state["out"][:, :, rows], state["lse"][:, :, rows]
-            merged = merge_attention(*zip(before, (out.astype(acc), lse), strict=True))
-            state = {name: state[name].at[:, :, rows].set(x) for name, x in zip(("out", "lse"), merged, strict=True)}
-        return sent, state
+    def visit(seen: Any, a: Any, b: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        cut = _cut(ring, own, {"k": keys["kv"][..., :size], "v": keys["kv"][..., size:]}, a, b)
+        blank = (jnp.zeros((B, H, ring.size, v.shape[-1]), q.dtype), jnp.full((B, H, ring.size), -jnp.inf, acc))
+        out, lse = seen(partial(_block, ring, whole, cut), blank)
+        before = _piece(ring, state["out"], a), _piece(ring, state["lse"], a)
+        merged = merge_attention(*zip(before, (out.astype(acc), lse), strict=True))
+        return sent, {name: _put(ring, state[name], a, x) for name, x in zip(("out", "lse"), merged, strict=True)}
 
     # One array here and two in the backward pass: XLA would see the same first message in both, and keep its keys.
     keys = {"kv": jnp.concatenate([own["k"], own["v"]], -1)}
     state = {"out": jnp.zeros((B, H, T, v.shape[-1]), acc), "lse": jnp.full((B, H, T), -jnp.inf, acc)}
-    state = _travel(ring, keys, {}, visit, state)
+    state = _travel(ring, keys, {}, partial(_visit, ring, here, visit), state)
     return state["out"].astype(q.dtype), (own, whole, here, state["out"], state["lse"])
 
 
@@ -174,20 +170,17 @@ def _backward(ring: Ring, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     acc, grad = out.dtype, grad.astype(out.dtype)
     delta, lse = (grad * out).sum(-1), jnp.where(lse == -jnp.inf, 0, lse)
 
-    def visit(steps: Sequence[int], step: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        for a, b in ring.pairs(steps):
-            rows, theirs = _slice(ring, a), _slice(ring, b)
-            cut = _cut(ring, own, keys, a, b)
-            cotangents = grad[:, :, rows], delta[:, :, rows], lse[:, :, rows]
-            work = partial(_derivative, ring, whole, cut, cotangents)
-            found = _seen(ring, here, steps, step, a, b, work, _zeros(cut, acc))
-            sent = {name: x.at[:, :, theirs].add(found[name]) for name, x in sent.items()}
-            state |= {"q": state["q"].at[:, :, rows].add(found["q"])}
-            state |= {name: state[name] + found[name] for name in ("sinks", "table") if name in state}
+    def visit(seen: Any, a: Any, b: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        cut = _cut(ring, own, keys, a, b)
+        cotangents = tuple(_piece(ring, x, a) for x in (grad, delta, lse))
+        found = seen(partial(_derivative, ring, whole, cut, cotangents), _zeros(cut, acc))
+        sent = {name: _put(ring, x, b, _piece(ring, x, b) + found[name]) for name, x in sent.items()}
+        state |= {"q": _put(ring, state["q"], a, _piece(ring, state["q"], a) + found["q"])}
+        state |= {name: state[name] + found[name] for name in ("sinks", "table") if name in state}
         return sent, state
 
     keys = {"k": own["k"], "v": own["v"]}
-    totals = _travel(ring, keys, _zeros(keys, acc), visit, _zeros(own, acc))
+    totals = _travel(ring, keys, _zeros(keys, acc), partial(_visit, ring, here, visit), _zeros(own, acc))
     grads = {name: totals[name].astype(x.dtype) for name, x in own.items()}
     return grads, jax.tree.map(lambda x: None, whole), None
 
@@ -233,14 +226,46 @@ def _zeros(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), tree)
 
 
-def _slice(ring: Ring, piece: int) -> slice:
-    return slice(piece * ring.size, (piece + 1) * ring.size)
+def _piece(ring: Ring, x: jax.Array, piece: Any) -> jax.Array:
+    """Piece 0 or 1 of x (B, heads, T here, ...)."""
+    return lax.dynamic_slice_in_dim(x, piece * ring.size, ring.size, 2)
 
 
-def _cut(ring: Ring, own: Arrays, keys: Arrays, a: int, b: int) -> Arrays:
+def _put(ring: Ring, x: jax.Array, piece: Any, new: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, new, piece * ring.size, 2)
+
+
+def _cut(ring: Ring, own: Arrays, keys: Arrays, a: Any, b: Any) -> Arrays:
     """The queries of piece a here, and the keys and values of piece b; what is not by position as it is."""
-    theirs = _slice(ring, b)
-    return own | {"q": own["q"][:, :, _slice(ring, a)], "k": keys["k"][:, :, theirs], "v": keys["v"][:, :, theirs]}
+    return own | {"q": _piece(ring, own["q"], a), **{name: _piece(ring, keys[name], b) for name in ("k", "v")}}
+
+
+def _visit(
+    ring: Ring, here: jax.Array, visit: Callable[..., Any], steps: Sequence[int], step: Any, keys: Arrays, sent: Arrays,
+    state: Arrays,
+) -> tuple[Arrays, Arrays]:  # fmt: skip
+    """sent and state after each pair of pieces of one device's keys, the one `step` places back, one of `steps`.
+
+    visit(seen, a, b, keys, sent, state): seen(work, nothing) is work(first, key) where this device's piece a sees piece
+    b, else `nothing`. One pair after another: XLA works on those that stand side by side at once, in memory for all.
+    """
+    pairs = ring.pairs(steps)
+    always = all(all(ring.seen(one, a, b)) for one in steps for a, b in pairs)
+
+    def one(carry: Any, pair: Any) -> tuple[Any, None]:
+        a, b = pair
+        first, key = ring.start(here, a), ring.start((here - step) % ring.count, b)
+
+        def seen(work: Any, nothing: Any) -> Any:
+            if always:
+                return work(first, key)
+            return lax.cond(ring.sees(first, key), work, lambda first, key: nothing, first, key)
+
+        return visit(seen, a, b, keys, *carry), None
+
+    if len(pairs) == 1:
+        return one((sent, state), pairs[0])[0]
+    return lax.scan(one, (sent, state), tuple(jnp.array(pairs, jnp.int32).T))[0]
 
 
 def _derivative(ring: Ring, whole: Arrays, cut: Arrays, cotangents: Any, first: Any, key: Any) -> Arrays:
@@ -251,17 +276,6 @@ def _derivative(ring: Ring, whole: Arrays, cut: Arrays, cotangents: Any, first: 
     g = grad * share[..., None]
     g_lse = (g * part.astype(g.dtype)).sum(-1) - share * delta
     return jax.tree.map(lambda x: x.astype(g.dtype), pull((g.astype(part.dtype), g_lse))[0])
-
-
-def _seen(
-    ring: Ring, here: jax.Array, steps: Sequence[int], step: Any, a: int, b: int, work: Callable[[Any, Any], Any],
-    nothing: Any,
-) -> Any:  # fmt: skip
-    """work(first, key) where this device's piece a sees piece b of the device `step` places back, else `nothing`."""
-    first, key = ring.start(here, a), ring.start((here - step) % ring.count, b)
-    if all(all(ring.seen(one, a, b)) for one in steps):
-        return work(first, key)
-    return lax.cond(ring.sees(first, key), work, lambda first, key: nothing, first, key)
 
 
 def _block(ring: Ring, whole: Arrays, own: Arrays, first: Any, key: Any) -> Any:

@@ -193,5 +193,5 @@ def test_what_a_device_holds_of_65536_positions_falls_as_their_number_grows(tmp_
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
     monkeypatch.setitem(FAST, "JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     two, four, eight = run(8, [{"do": "room", "counts": [2, 4, 8], "length": 65536}], tmp_path)[0]
-    # On two devices nobody passes keys on, which takes a pair of buffers less.
-    assert four / two <= 0.65 and 0.45 <= eight / four <= 0.55, (two, four, eight)
+    # Blocks of scores are the same on any number; on two devices nobody passes keys on: a pair of buffers less.
+    assert 0.45 <= four / two <= 0.57 and 0.45 <= eight / four <= 0.55, (two, four, eight)
