@@ -25,7 +25,7 @@ from core_numpy.contract.checks.layers import check_loss_options
 from core_numpy.contract.checks.model import check_params
 from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.progress import fit_bar
-from core_numpy.contract.saving import Saver
+from core_numpy.contract.saving import Saver, whole
 from core_numpy.contract.schedule import learning_rate
 
 from . import optimizer, random
@@ -128,6 +128,7 @@ class Trainer:
         """How often the step of this model and configuration was traced: once for each set of shapes."""
         return self._program.traces
 
+    @whole()
     def step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One update; gives loss, gradient norm, learning rate and the number of counted targets.
 
@@ -173,7 +174,8 @@ class Trainer:
             for batch in batches:
                 reports.append(self.step(batch))
                 advance(reports[-1])
-                if len(reports) == left:
+                # Without a number it is updates that count, and a batch that is left out is none.
+                if self.updates >= self.config.steps if steps is None else len(reports) == left:
                     break
         return reports
 

@@ -31,7 +31,7 @@ from core_numpy.contract.checks.training import (
 from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.files import read_checkpoint
 from core_numpy.contract.progress import fit_bar
-from core_numpy.contract.saving import Saver
+from core_numpy.contract.saving import Saver, whole
 from core_numpy.contract.schedule import learning_rate
 
 from .arrays import from_numpy, to_numpy
@@ -111,6 +111,7 @@ class Trainer:
         self._loss = torch.compile(loss_sum) if self.compiled else loss_sum
         self._saver = Saver()
 
+    @whole()
     def step(self, batch: Batch) -> dict[str, Any]:
         """One update: {"loss", "grad_norm" before clipping, "lr", "tokens" counted}."""
         self._saver.check()
@@ -222,7 +223,8 @@ class Trainer:
             for batch in batches:
                 reports.append(self.step(batch))
                 advance(reports[-1])
-                if len(reports) == left:
+                # Without a number it is updates that count, and a batch that is left out is none.
+                if self.updates >= self.config.steps if steps is None else len(reports) == left:
                     break
         return reports
 

@@ -15,6 +15,7 @@ training-8: evaluation is the mean over the counted targets of all batches, with
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ from .contract.checks.training import (
 from .contract.config import ModelConfig, TrainConfig
 from .contract.files import read_checkpoint
 from .contract.progress import fit_bar
-from .contract.saving import Saver
+from .contract.saving import Saver, whole
 from .contract.schedule import learning_rate
 from .encodings import dtype_of
 from .gradients.layers import loss_sum_gradient
@@ -47,6 +48,8 @@ from .model import Transformer, get_params, set_params
 from .optimizer import clip, global_norm, initial_state, update
 from .random import fold_in, key
 from .rounding import rounded
+
+log = logging.getLogger(__name__)
 
 Batch = Mapping[str, Any]
 # The names of a batch's fields in a call of the model.
@@ -118,6 +121,7 @@ class Trainer:
         # A float16 run's loss scale, which this trainer has no use for and hands on.
         self._scale: dict[str, Any] = {}
 
+    @whole()
     def step(self, batch: Batch) -> dict[str, Any]:
         """One update: {"loss", "grad_norm" before clipping, "lr", "tokens" counted}."""
         self._saver.check()
@@ -132,6 +136,7 @@ class Trainer:
             names = [name for name, g in grads.items() if not np.isfinite(g).all()] or list(grads)
             if config.nonfinite == "stop":
                 check_finite(t, names, self._saver.last)
+            log.warning("update %d left out: gradients that are not finite in %s", t, ", ".join(names[:5]))
             self.batches += 1
             return report
         params = self.model.parameters()
@@ -179,7 +184,8 @@ class Trainer:
             for batch in batches:
                 reports.append(self.step(batch))
                 advance(reports[-1])
-                if len(reports) == left:
+                # Without a number it is updates that count, and a batch that is left out is none.
+                if self.updates >= self.config.steps if steps is None else len(reports) == left:
                     break
         return reports
 
@@ -236,7 +242,10 @@ class Trainer:
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)
         set_params(model, found.params)
-        trainer = cls(model, found.train_config.replace(parallel=parallel))
+        config = found.train_config.replace(parallel=parallel)
+        # How a step is compiled changes no number: it is kept for whoever has a compiler and goes on from here.
+        trainer = cls(model, config.replace(compile="auto"))
+        trainer.config = config
         expected = {name: (p.shape, p.dtype.name) for name, p in model.parameters().items()}
         for slot in trainer.state:
             check_params(expected, found.state.get(slot, {}))

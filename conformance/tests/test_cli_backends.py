@@ -6,11 +6,13 @@ import os
 import re
 
 import pytest
+from three import wide
 
 from core_numpy.contract import peak, training_run
 from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.cli import main
 from core_numpy.contract.run_log import read_curve
+from core_numpy.contract.train_config import PRECISIONS
 
 SMALL = ["--batch", "4", "--length", "16", "--plain"]
 
@@ -84,6 +86,31 @@ def test_a_run_of_the_reference_goes_on_and_writes_in_another_backend(name, refe
         assert main(real(each), ["evaluate", "--resume", out, "--json", "--batch", "2"]) == 0
     first, second = (json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines())
     assert first == pytest.approx(second, rel=1e-5)
+
+
+EVERY = [
+    # float64 is the one whose parameters are kept in another dtype.
+    pytest.param(name, precision, marks=[] if precision == "float64" and name != "jax" else pytest.mark.slow)
+    for name in ("numpy", "torch", "jax")
+    for precision in PRECISIONS
+]
+
+
+@pytest.mark.parametrize(("name", "precision"), EVERY)
+def test_every_precision_is_trained_resumed_measured_and_written_with(name, precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "draw_losses", lambda *arguments, **more: None)
+    (tmp_path / "text.txt").write_text("the same again and again " * 20)
+    package = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax"}[name]
+    out, text = str(tmp_path / "run"), str(tmp_path / "text.txt")
+    new = ["train", "--text", text, "--precision", precision, "--batch", "2", "--length", "8", "--steps", "1"]
+    with wide(package):
+        assert main(real(name), [*new, "--plain", "--out", out]) == 0
+        assert main(real(name), ["train", "--resume", out, "--steps", "2", "--plain"]) == 0
+        assert main(real(name), ["evaluate", "--resume", out]) == 0
+        assert main(real(name), ["generate", "--resume", out, "--max-new", "2"]) == 0
+    found = read_checkpoint(out)
+    assert found.train_config.precision == precision and found.step == 2
+    assert {x.dtype.name for x in found.params.values()} == {"float64" if precision == "float64" else "float32"}
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])

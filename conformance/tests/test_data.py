@@ -80,6 +80,16 @@ def test_a_text_need_not_be_utf8_and_a_directory_is_read_in_order(tmp_path):
     assert read_text(tmp_path) == b"first\n\n\xff second"
 
 
+def test_what_runs_write_below_a_directory_is_no_text_of_it(tmp_path):
+    for name, text in {
+        "a.txt": "mine", "runs/one/run.json": "{}", "runs/one/log.jsonl": "", "runs/one/notes.md": "of the run",
+        "saved/step-00000004/checkpoint.json": "{}", "other/run.json": "mine too",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_text(tmp_path) == b"mine\n\nmine too"
+
+
 def test_a_missing_an_empty_and_a_textless_path_are_told_apart(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_text(tmp_path / "none")
@@ -104,6 +114,51 @@ def test_token_files_are_mapped_and_their_ids_checked(tmp_path):
     for name, phrase in (("f.npy", "axis of integers"), ("odd.bin", "two bytes each"), ("x.csv", "does not exist")):
         with pytest.raises((ValueError, FileNotFoundError), match=phrase):
             read_tokens(tmp_path / name, vocab=300)
+
+
+def test_an_archive_called_npy_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", ids=np.arange(4))
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(ValueError, match=r"a\.npy is an archive of arrays"):
+        read_tokens(tmp_path / "a.npy", vocab=9)
+
+
+IDS = np.arange(40)
+WINDOWS = {"batch": 2, "length": 3}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: split(IDS * 0.5, length=3), TypeError, "tokens must be a NumPy array of integers; got float64"),
+        (lambda: split(IDS.tolist(), length=3), TypeError, "tokens must be a NumPy array of integers; got list"),
+        (lambda: split(IDS.reshape(20, 2), length=3), ValueError, "tokens must have one axis"),
+        (lambda: split(IDS, length=3, share=float("nan")), ValueError, "share must be a number above 0 and below 1"),
+        (lambda: split(IDS, length=3, share=1.0), ValueError, "share must be a number above 0 and below 1"),
+        (lambda: batches(IDS * 0.5, seed=0, **WINDOWS), TypeError, "tokens must be a NumPy array of integers"),
+        (lambda: batches(IDS.reshape(20, 2), seed=0, **WINDOWS), ValueError, "tokens must have one axis"),
+        (lambda: next(batches(IDS + 2**32, seed=0, **WINDOWS)), ValueError, r"tokens must be ids below 2\*\*31"),
+        (lambda: batches(IDS, seed=2**64, **WINDOWS), ValueError, r"seed must be below 2\*\*64"),
+        (lambda: permutation(2**64, 0, 3), ValueError, r"seed must be below 2\*\*64"),
+        (lambda: list(evaluation_batches(IDS * 0.5, **WINDOWS)), TypeError, "tokens must be a NumPy array of integers"),
+        (
+            lambda: list(evaluation_batches(IDS, limit=-1, **WINDOWS)),
+            ValueError,
+            "limit must be an integer of at least 0",
+        ),
+        (lambda: pack_documents([[1], [2, 2**40]], 4), ValueError, r"documents\[1\] must be ids below 2\*\*31"),
+        (lambda: pack_documents([[1, -100]], 4), ValueError, r"documents\[0\] must be ids of at least 0; got -100"),
+    ],
+)
+def test_no_id_or_seed_is_cut_short_in_silence(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_ids_of_the_other_byte_order_are_the_same_ids(tmp_path):
+    np.save(tmp_path / "t.npy", IDS.astype(">i4"))
+    (one, other) = (next(batches(x, seed=1, **WINDOWS)) for x in (read_tokens(tmp_path / "t.npy", vocab=40), IDS))
+    assert one["tokens"].tolist() == other["tokens"].tolist() and one["tokens"].dtype == np.dtype("int32")
 
 
 @pytest.mark.parametrize("damage", [(b"{", b"("), (b"'<", b"'\x01"), (b"(8,)", b"(8**9"), (b"False", b"Fa\nse")])

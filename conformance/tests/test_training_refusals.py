@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from core_numpy.contract.data import split
 
 # For each field: values that are refused, and what the sentence says after the field's name.
 FIELDS = {
-    "optimizer": (["adam", None, 3], "one of"),
-    "steps": ([-1, 1.5, True, "9"], "an integer"),
+    "optimizer": (["adam", None, 3, np.array([1, 2])], "one of"),
+    "steps": ([-1, 1.5, True, "9", np.bool_(True), np.float64(3)], "an integer"),
     "batch": ([0, -1, 2.0], "an integer"),
-    "lr": ([-1e-3, float("nan"), float("inf"), "1", None], "number"),
+    "lr": ([-1e-3, float("nan"), float("inf"), "1", None, 2**1024, 1e39], "(number|float32)"),
     "betas": ([(0.9,), (0.9, 1.0), (-0.1, 0.9), [0.9, 0.9], 0.9], "two numbers"),
-    "eps": ([0.0, -1e-8, float("nan")], "number"),
-    "weight_decay": ([-0.1, float("inf")], "number"),
+    "eps": ([0.0, -1e-8, float("nan"), 1e-39, 1e39], "(number|float32)"),
+    "weight_decay": ([-0.1, float("inf"), 1e39], "(number|float32)"),
     "clip_norm": ([0.0, -1.0, float("nan")], "number"),
     "schedule": (["step", None], "one of"),
     "warmup": ([-1, 11, 0.5], ""),
@@ -28,8 +29,8 @@ FIELDS = {
     "precision": (["fp16", "int8", None], "one of"),
     "matmul_precision": (["high", None], "one of"),
     "remat": ([1, "yes", None], ""),
-    "compile": (["yes", 1, None], ""),
-    "seed": ([-1, 0.5], "an integer"),
+    "compile": (["yes", 1, None, np.array([1, 2])], ""),
+    "seed": ([-1, 0.5, 2**64], "an integer"),
     "label_smoothing": ([-0.1, 1.0, float("nan")], "number"),
     "z_loss": ([-1.0], "number"),
     "ema": ([0.0, 1.0, -0.5], "number"),
@@ -39,7 +40,9 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(name, x) for name, (values, _) in FIELDS.items() for x in values])
+@pytest.mark.parametrize(
+    ("field", "value"), [(name, x) for name, (values, _) in FIELDS.items() for x in values], ids=lambda x: str(x)[:16]
+)
 def test_a_field_out_of_its_range_is_refused_by_its_name(field, value):
     with pytest.raises((ValueError, TypeError), match=rf"TrainConfig\.{field} must be .*{FIELDS[field][1]}"):
         TrainConfig(**{"steps": 10, "batch": 4, field: value})
@@ -50,6 +53,22 @@ def test_the_table_names_every_field_and_a_name_that_is_none_is_refused():
     with pytest.raises((ValueError, TypeError), match="learning_rate"):
         TrainConfig.from_dict({"learning_rate": 1.0})
     assert TrainConfig.from_dict(TrainConfig(ema=0.5).to_dict()) == TrainConfig(ema=0.5)
+
+
+def test_numpys_scalars_are_pythons():
+    config = TrainConfig(
+        steps=np.int64(9), lr=np.float32(0.5), betas=(np.float16(0.5), 0.5), remat=np.bool_(True), ema=np.float64(0.25),
+        parallel={"data": np.uint8(2)}, optimizer=np.str_("lion"),
+    )  # fmt: skip
+    plain = TrainConfig(steps=9, lr=0.5, betas=(0.5, 0.5), remat=True, ema=0.25, parallel={"data": 2}, optimizer="lion")
+    assert config == plain and repr(config) == repr(plain)
+    assert json.dumps(config.to_dict()) == json.dumps(plain.to_dict())
+    model = ModelConfig(vocab=np.int32(7), width=6, heads=2, layers=1, max_length=4, layer_windows=((np.int8(2), 0),))
+    assert (type(model.vocab), type(model.layer_windows[0][0])) == (int, int)
+
+
+def test_float64_takes_what_float32_does_not_hold():
+    assert TrainConfig(precision="float64", eps=1e-300, lr=1e300).eps == 1e-300
 
 
 MODEL = ModelConfig(vocab=7, width=6, heads=2, hidden=5, layers=1, max_length=4)

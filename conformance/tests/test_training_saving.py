@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 import threading
 
 import numpy as np
@@ -174,3 +176,60 @@ def test_a_batch_that_is_left_out_is_not_taken_again_after_a_resume(package, tmp
     B.set_params(loaded.model, params)
     loaded.step(BATCH)
     assert (loaded.updates, loaded.batches) == (2, 3)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_fit_goes_on_to_the_last_update_whatever_was_left_out(B, steps, caplog):
+    trainer = B.Trainer(B.Transformer(MODEL, seed=1), TRAIN.replace(steps=3, nonfinite="skip"))
+    sound = B.get_params(trainer.model)
+
+    def stream():
+        for number in range(9):
+            # The second batch meets a NaN.
+            B.set_params(trainer.model, {name: x * np.nan for name, x in sound.items()} if number == 1 else sound)
+            yield BATCH
+
+    with caplog.at_level(logging.WARNING):
+        reports = trainer.fit(stream(), steps, progress=False)
+    assert "update 2 left out: gradients that are not finite in embedding.weight" in caplog.text
+    assert (trainer.updates, trainer.batches, len(reports)) == ((3, 4, 4) if steps is None else (2, 3, 3))
+
+
+def test_ctrl_c_waits_for_the_update_in_hand(B, monkeypatch):
+    """What is saved after it is the state between two updates, never parameters of one and the count of another."""
+    trainer, straight = trained(B, 1), trained(B, 2)
+    before = signal.getsignal(signal.SIGINT)
+    # In the middle of an update, where parameters have moved and it is not yet counted.
+    owner, name = {
+        "core_numpy": (sys.modules["core_numpy.training"], "update"),
+        "backend_torch": (sys.modules.get("backend_torch.training"), "update"),
+        "backend_jax": (trainer, "_publish"),
+    }[B.__name__]
+    plain = getattr(owner, name)
+
+    def interrupted(*arguments, **more):
+        found = plain(*arguments, **more)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit([BATCH] * 3, progress=False)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (trainer.updates, trainer.batches) == (2, 2)
+    for name, x in B.get_params(straight.model).items():
+        assert x.tobytes() == B.get_params(trainer.model)[name].tobytes()
+        assert x.tobytes() != B.get_params(trained(B, 1).model)[name].tobytes() or "key.bias" in name
+
+
+def test_what_another_framework_compiled_goes_on_in_numpy_and_back(tmp_path):
+    C = load("core_numpy")
+    trainer = trained(C, 1)
+    trainer.config = trainer.config.replace(compile=True)  # as torch or JAX would have saved it
+    trainer.save(tmp_path)
+    again = C.Trainer.load(tmp_path)
+    again.step(BATCH)
+    assert again.updates == 2 and read_checkpoint(again.save(tmp_path)).train_config.compile is True
+    with pytest.raises(ValueError, match="NumPy has no compiler"):
+        C.Trainer(again.model, again.config)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import sys
 from typing import Any, ClassVar, Self
+
+import numpy as np
+
+LARGEST = sys.float_info.max
 
 
 class Checked:
     """Base of the configurations. `_nested` names the fields that are configurations themselves."""
 
     _nested: ClassVar[dict[str, type[Checked]]] = {}
+
+    def _unwrap(self) -> None:
+        """NumPy's scalars become Python's, which JSON, hashes and comparisons of what was read from a file know."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, field.name, _python(getattr(self, field.name)))
 
     def _fail(self, field: str, expected: str, exception: type[Exception] = ValueError) -> None:
         came = getattr(self, field)
@@ -47,7 +56,7 @@ class Checked:
         expected = " ".join(["a finite number", " and ".join(bounds)]).strip() + (" or None" if optional else "")
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._fail(field, expected, TypeError)
-        if not math.isfinite(value):
+        if not -LARGEST <= value <= LARGEST:  # NaN too, and integers past every float
             self._fail(field, expected)
         outside = (
             (above is not None and not value > above)
@@ -65,7 +74,7 @@ class Checked:
 
     def _choice(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             self._fail(field, "one of " + ", ".join(map(repr, choices)) + hint)
@@ -107,6 +116,14 @@ class Checked:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
+def _python(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_python(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _python(item) for key, item in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Checked):
         return value.to_dict()
@@ -120,7 +137,7 @@ def _tuples(value: Any) -> Any:
 
 
 def positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
 def fraction(value: object) -> bool:

@@ -21,14 +21,16 @@ import numpy as np
 
 from . import __version__
 from .arguments import Parser
+from .checks.common import require_int
 from .config import ModelConfig
 from .data import evaluation_batches, split
 from .files import Checkpoint, read_checkpoint
 from .parallel import parse_parallel
 from .progress import bits_per_byte
+from .settings import Settings, master, source_of, stored_settings
 from .source import open_source
 from .train_config import PRECISIONS, SCHEDULES
-from .training_run import EVALUATION_BATCHES, SIZES, Settings, begin, resume, run, stored_settings
+from .training_run import CHECKPOINT_EVERY, EVALUATION_BATCHES, SIZES, begin, resume, run
 from .words import Words
 
 NAMES = {"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "jax"}
@@ -155,7 +157,11 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--out", metavar="DIR", help="where the run goes (default runs/<backend>-<size>)")
     verb.add_argument("--resume", metavar="DIR", help="go on with a run or checkpoint, of any backend")
     verb.add_argument(
-        "--checkpoint-every", type=int, metavar="N", help="updates between checkpoints (default: the end)"
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        default=CHECKPOINT_EVERY,
+        help=f"updates between checkpoints (default {CHECKPOINT_EVERY})",
     )
     verb.add_argument("--evaluate-every", type=int, metavar="N", help="updates between measurements on held-out text")
     verb.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
@@ -195,25 +201,36 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
 def evaluate(backend: ModuleType, arguments: argparse.Namespace) -> int:
     """Print loss and bits per byte (or per token) of a checkpoint on held-out text."""
     checkpoint, settings, model = _load(backend, arguments)
-    length = arguments.length or settings.length or min(64, checkpoint.config.max_length)
-    batch = arguments.batch or settings.batch or checkpoint.train_config.batch
+    trained = (settings.length or min(64, checkpoint.config.max_length), checkpoint.train_config.batch)
+    length, batch = (
+        usual if asked is None else require_int(name, asked, 1)
+        for name, asked, usual in zip(
+            ("--length", "--batch"), (arguments.length, arguments.batch), trained, strict=True
+        )
+    )
     given = arguments.text is not None or arguments.data is not None
-    text, data = (arguments.text, arguments.data) if given else (settings.text, settings.data)
-    source = open_source(text, data, vocab=checkpoint.config.vocab)
+    if given:
+        source = open_source(arguments.text, arguments.data, vocab=checkpoint.config.vocab)
+    else:
+        source = source_of(settings, checkpoint.config.vocab)
     if source.vocab != checkpoint.config.vocab:
         raise ValueError(
             f"{checkpoint.path} is no byte-level model: it has vocab={checkpoint.config.vocab}; give --data, token ids"
         )
     tokens = source.tokens if given else split(source.tokens, length=length)[1]
-    trainer = backend.Trainer(model, checkpoint.train_config)
-    found = trainer.evaluate(evaluation_batches(tokens, batch=batch, length=length, limit=EVALUATION_BATCHES))
+    # As much as training measures, however it is cut into windows and batches.
+    part = tokens[: max(EVALUATION_BATCHES * trained[0] * trained[1], length) + 1]
+    trainer = backend.Trainer(model, checkpoint.train_config.replace(compile="auto"))
+    found = trainer.evaluate(evaluation_batches(part, batch=batch, length=length))
     loss, counted = float(found["loss"]), int(found["tokens"])
     if arguments.json:
-        row = {"step": checkpoint.step, "loss": loss, f"bits_per_{source.unit}": bits_per_byte(loss), "tokens": counted}
+        row = {"step": checkpoint.step, "loss": loss, f"bits_per_{source.unit}": bits_per_byte(loss), "tokens": counted,
+               "of": len(tokens)}  # fmt: skip
         print(json.dumps(row))
     else:
         print(f"{checkpoint.path} on {'' if given else 'the validation part of '}{source.label}:")
-        print(f"loss {loss:.4f}   bits per {source.unit} {bits_per_byte(loss):.4f}   {counted:,} {source.unit}s")
+        whole = "" if len(part) == len(tokens) else f", the first of {len(tokens):,}"
+        print(f"loss {loss:.4f}   bits per {source.unit} {bits_per_byte(loss):.4f}   {counted:,} {source.unit}s{whole}")
     return 0
 
 
@@ -266,6 +283,6 @@ def _load(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Checkpoin
 def restored(backend: ModuleType, checkpoint: Checkpoint, device: str | None) -> Any:
     """The checkpoint's model in this backend."""
     config: ModelConfig = checkpoint.config
-    model = backend.Transformer(config, device=device)
+    model = backend.Transformer(config, dtype=master(checkpoint.train_config), device=device)
     backend.set_params(model, checkpoint.params)
     return model

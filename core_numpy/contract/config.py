@@ -50,6 +50,7 @@ class RotaryScaling(Checked):
     long_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._unwrap()
         self._choice("kind", SCALINGS)
         self._number("factor", above=0.0)
         self._integer("original_max_length", 1, optional=True)
@@ -111,6 +112,7 @@ class BlockConfig(Checked):
     shared_norm: bool = False
 
     def __post_init__(self) -> None:
+        self._unwrap()
         self._check_block()
         if type(self) is BlockConfig:
             self._flag("causal")
@@ -229,6 +231,7 @@ class ModelConfig(BlockConfig):
     share_embedding: bool = False
 
     def __post_init__(self) -> None:
+        self._unwrap()
         self._check_block()
         for field in ("vocab", "max_length"):
             self._integer(field, 1)

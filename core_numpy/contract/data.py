@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from .checks.common import require_int
+from .checks.common import came, require_int, require_number
+from .checks.random import check_seed
 from .shuffle import permutation, places_of, random_words
 
 Batch = dict[str, np.ndarray]
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".json", ".csv", ".tex")
 IGNORED = -100  # the target that no loss counts
+LARGEST_ID = 2**31 - 1  # batches are int32
 # Up to so many windows their order is drawn at once, 8 MB; beyond it each place is computed when it is read.
 ORDERED = 1 << 20
 
@@ -36,11 +38,14 @@ def default_text() -> str:
 def read_text(path: str | os.PathLike[str]) -> bytes:
     """A file's bytes, in whatever encoding; of a directory, its text files' bytes in the order of their paths.
 
+    What training runs have written below a directory is no text of it: a resumed run would find another text.
     Refused: nothing there, nothing in it, a directory without text files.
     """
     path = Path(path)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
+        found = [file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file()]
+        written = {file.parent for file in found if _of_a_run(file)}
+        files = sorted(file for file in found if written.isdisjoint(file.parents))
         if not files:
             raise ValueError(f"{path} holds no text files ({', '.join(TEXT_SUFFIXES)})")
         text = b"\n\n".join(file.read_bytes() for file in files)
@@ -51,6 +56,13 @@ def read_text(path: str | os.PathLike[str]) -> bytes:
     if not text.strip():
         raise ValueError(f"{path} is empty: there is nothing to learn from")
     return text
+
+
+def _of_a_run(file: Path) -> bool:
+    """Whether a file marks its folder as a training run's, or as a checkpoint."""
+    if file.name == "run.json":
+        return (file.parent / "log.jsonl").is_file()
+    return file.name == "checkpoint.json" and file.parent.name.startswith("step-")
 
 
 def byte_tokens(text: str | bytes) -> np.ndarray:
@@ -73,6 +85,9 @@ def read_tokens(path: str | os.PathLike[str], *, vocab: int) -> np.ndarray:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # the header is Python text: whatever its parser says of a damaged one
             raise ValueError(f"{path} is not a sound .npy file of numbers: {error}") from error
+        if not isinstance(tokens, np.ndarray):
+            tokens.close()
+            raise ValueError(f"{path} is an archive of arrays (.npz) by its contents; expected one array")
     elif path.suffix in (".bin", ".uint16"):
         if path.stat().st_size % 2 or not path.stat().st_size:
             raise ValueError(f"{path} has {path.stat().st_size} bytes; uint16 tokens take two bytes each")
@@ -89,9 +104,25 @@ def read_tokens(path: str | os.PathLike[str], *, vocab: int) -> np.ndarray:
     return tokens
 
 
+def _check_tokens(tokens: Any) -> None:
+    """A text's ids: one axis of integers, in either byte order."""
+    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be a NumPy array of integers; got {came(tokens)}")
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens must have one axis, a text's ids in their order; got {came(tokens)}")
+
+
+def _check_int32(name: str, ids: np.ndarray) -> None:
+    if ids.size and not np.can_cast(ids.dtype, np.int32) and int(ids.max()) > LARGEST_ID:
+        raise ValueError(f"{name} must be ids below 2**31, batches are int32; got {ids.max()}")
+
+
 def split(tokens: np.ndarray, *, length: int, share: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
     """Training and validation tokens: the first `share` and the rest, both long enough for one window."""
+    _check_tokens(tokens)
     length = require_int("length", length, 1)
+    if not 0.0 < require_number("share", share, "a number above 0 and below 1") < 1.0:
+        raise ValueError(f"share must be a number above 0 and below 1; got {share!r}")
     cut = int(len(tokens) * share)
     for name, part in (("training", cut), ("validation", len(tokens) - cut)):
         if part < length + 1:
@@ -103,6 +134,7 @@ def split(tokens: np.ndarray, *, length: int, share: float = 0.9) -> tuple[np.nd
 
 
 def _window_count(tokens: np.ndarray, length: int) -> int:
+    _check_tokens(tokens)
     length = require_int("length", length, 1)
     if len(tokens) < length + 1:
         raise ValueError(f"the text is shorter than one window: {len(tokens)} tokens, a window takes {length + 1}")
@@ -111,7 +143,9 @@ def _window_count(tokens: np.ndarray, length: int) -> int:
 
 def _cut(tokens: np.ndarray, windows: np.ndarray, length: int) -> Batch:
     index = windows[:, None] * length + np.arange(length + 1)
-    rows = tokens[index].astype(np.int32)
+    rows = tokens[index]
+    _check_int32("tokens", rows)
+    rows = rows.astype(np.int32)
     # Copies: who writes -100 into the targets must not write it into the tokens.
     return {"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}
 
@@ -128,7 +162,8 @@ class Batches:
         self.windows = _window_count(tokens, length)
         self.tokens, self.length = tokens, length
         self.batch = require_int("batch", batch, 1)
-        self.seed = require_int("seed", seed, 0)
+        check_seed(seed)
+        self.seed = int(seed)
         self.position = require_int("start", start, 0)
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
@@ -161,6 +196,7 @@ def batches(tokens: np.ndarray, *, batch: int, length: int, seed: int, start: in
 def evaluation_batches(tokens: np.ndarray, *, batch: int, length: int, limit: int | None = None) -> Iterator[Batch]:
     """Every window once, in order; the last batch may have fewer rows. `limit` bounds the number of batches."""
     windows, batch = _window_count(tokens, length), require_int("batch", batch, 1)
+    limit = None if limit is None else require_int("limit", limit, 0)
     for number, first in enumerate(range(0, windows, batch)):
         if number == limit:
             return
@@ -181,6 +217,9 @@ def pack_documents(documents: Sequence[Any], length: int) -> Batch:
         ids = np.asarray(document)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"documents[{number}] must be one axis of integers; got {ids.dtype} {ids.shape}")
+        if ids.size and ids.min() < 0:
+            raise ValueError(f"documents[{number}] must be ids of at least 0; got {ids.min()}")
+        _check_int32(f"documents[{number}]", ids)
         following = np.append(ids[1:], IGNORED) if ids.size else ids
         for begin in range(0, ids.size, length):
             size = min(length, ids.size - begin)

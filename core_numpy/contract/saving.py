@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread while training goes on: what all three trainers save with.
+"""Checkpoints written by a thread while training goes on: what all three trainers save with; and whole updates.
 
 The caller takes the snapshot, so what is written is the state at the moment of the call whatever the next steps do.
 """
@@ -6,14 +6,42 @@ The caller takes the snapshot, so what is written is the state at the moment of 
 from __future__ import annotations
 
 import logging
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .checkpoints import checkpoint_path, write_checkpoint
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Ctrl-C comes after the block: an update of which half is done is neither saved nor gone on from. Twice, at once.
+
+    A program's own handler is left in place, as are signals in other threads, where Python lets nobody take them.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if pressed:
+            raise KeyboardInterrupt
 
 
 class Saver:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks.common import require_int
+from .checks.random import check_seed
 
 # Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 3 and section 4.2.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -32,17 +32,12 @@ def threefry2x32(key: tuple[int, int], x0: np.ndarray, x1: np.ndarray) -> tuple[
 
 def random_words(seed: int, stream: int, size: int) -> np.ndarray:
     """`size` uint64 words: number i is Threefry of (i >> 32, i) under the key Threefry(seed)(0, stream)."""
-    seed = require_int("seed", seed, 0)
-    k0, k1 = threefry2x32(_base(seed), np.zeros(1, np.uint32), _low(stream))
+    k0, k1 = threefry2x32(check_seed(seed), np.zeros(1, np.uint32), _low(stream))
     index = np.arange(size, dtype=np.uint64)
     high, low = threefry2x32(
         (int(k0[0]), int(k1[0])), (index >> np.uint64(32)).astype(np.uint32), index.astype(np.uint32)
     )
     return (high.astype(np.uint64) << np.uint64(32)) | low
-
-
-def _base(seed: int) -> tuple[int, int]:
-    return ((seed >> 32) & _MASK, seed & _MASK)
 
 
 def _low(number: int) -> np.ndarray:
@@ -63,7 +58,7 @@ def places_of(seed: int, epoch: int, size: int, numbers: np.ndarray) -> np.ndarr
     """
     half = max((size - 1).bit_length() + 1 >> 1, 1)
     mask = np.uint64((1 << half) - 1)
-    words = [int(word[0]) for word in threefry2x32(_base(seed), np.array([_MASK], np.uint32), _low(epoch))]
+    words = [int(word[0]) for word in threefry2x32(check_seed(seed), np.array([_MASK], np.uint32), _low(epoch))]
     found = np.asarray(numbers).astype(np.uint64)
     outside = np.ones(found.shape, bool)
     while outside.any():

@@ -9,6 +9,10 @@ from .checked import Checked, fraction
 OPTIMIZERS = ("adamw", "sgd", "lion")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
+# Two words of 32 bits make a key.
+SEEDS = 2**64
+# The largest and the least normal number of float32; below it some devices compute with 0.
+FLOAT32_MOST, FLOAT32_LEAST = 3.4028234663852886e38, 1.1754943508222875e-38
 MATMUL_PRECISIONS = ("highest", "default")
 
 
@@ -47,6 +51,7 @@ class TrainConfig(Checked):
     nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
+        self._unwrap()
         self._choice("optimizer", OPTIMIZERS)
         self._integer("steps", 0)
         self._integer("batch", 1)
@@ -71,14 +76,28 @@ class TrainConfig(Checked):
         self._choice("precision", PRECISIONS)
         self._choice("matmul_precision", MATMUL_PRECISIONS)
         self._flag("remat")
-        if self.compile != "auto":
+        if not isinstance(self.compile, str) or self.compile != "auto":
             self._flag("compile")
         self._integer("seed", 0)
+        if self.seed >= SEEDS:
+            self._fail("seed", "an integer from 0 to 2**64 - 1")
         self._number("label_smoothing", least=0.0, below=1.0)
         self._number("z_loss", least=0.0)
         self._number("ema", above=0.0, below=1.0, optional=True)
         self._choice("nonfinite", ("stop", "skip"))
+        self._check_held()
         self._check_parallel()
+
+    def _check_held(self) -> None:
+        """Updates are computed in float32: a rate that is infinite there, or an eps that is 0, would give NaN."""
+        if self.precision == "float64":
+            return
+        for field in ("lr", "final_lr", "weight_decay", "clip_norm", "eps", "z_loss"):
+            value = getattr(self, field)
+            if value is not None and value > FLOAT32_MOST:
+                self._fail(field, f"at most {FLOAT32_MOST:.3g}, what float32 holds, for precision={self.precision!r}")
+        if self.eps < FLOAT32_LEAST:
+            self._fail("eps", f"at least {FLOAT32_LEAST:.3g}, float32's least, for precision={self.precision!r}")
 
     def _check_parallel(self) -> None:
         if self.parallel is None:

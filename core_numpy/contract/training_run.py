@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoints import Checkpoint, read_checkpoint
+from .checkpoints import read_checkpoint
 from .config import ModelConfig, TrainConfig
 from .cost import step_cost
 from .data import batches, evaluation_batches, prefetch, split
@@ -33,11 +33,14 @@ from .peak import measure_peak
 from .plots import draw_losses
 from .progress import Progress, bits_per_byte
 from .run_log import UPDATES, VALIDATION, RunLog, read_curve
+from .settings import Settings, master, merge, placed, read_run, run_folder, source_of, stored_settings
 from .source import Source, open_source
 from .tensor_file import write_whole
 
 # Enough for a mean that moves by less than 0.01 from one draw of windows to another, and seconds on a CPU.
 EVALUATION_BATCHES = 64
+# Updates between checkpoints: seconds to minutes of work, where one is written in the background in less than one.
+CHECKPOINT_EVERY = 100
 # Seconds in which a second Ctrl-C is the first one, sent on by a launcher; nobody presses twice that fast by intent.
 ONE_PRESS = 0.5
 
@@ -61,25 +64,6 @@ SIZES = {
     "small": Size(width=256, heads=8, layers=4, length=256, batch=4, steps=1500, lr=3e-3, schedule="linear"),
     "medium": Size(width=512, heads=8, layers=8, length=512, batch=8, steps=1000, lr=6e-4),
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What was asked for; None is "as it was" for a resumed run and "by size" for a new one.
-
-    In a `Session` all but text, data and size have a value.
-    """
-
-    text: str | None = None
-    data: str | None = None
-    size: str | None = None
-    steps: Any = None
-    batch: Any = None
-    length: Any = None
-    lr: Any = None
-    seed: Any = None
-    precision: Any = None
-    schedule: Any = None
 
 
 @dataclass
@@ -141,7 +125,7 @@ def begin(
     defaults = Settings(
         None, None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32", shape.schedule
     )
-    settings = _merge(defaults, given)
+    settings = merge(defaults, given)
     if settings.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {settings.steps}")
     source = open_source(settings.text, settings.data)
@@ -152,10 +136,11 @@ def begin(
         model_config(size, settings.length, source.vocab),
     )
     folder = _new_folder(Path(out) if out is not None else None, f"{name}-{size}")
-    trainer = backend.Trainer(backend.Transformer(config, seed=schedule.seed, device=device), schedule)
+    model = backend.Transformer(config, seed=schedule.seed, dtype=master(schedule), device=device)
+    trainer = backend.Trainer(model, schedule)
     share = _share(backend, config, settings, device)
     described = f"{name}, {size}: {_parameters(config):,} parameters, {len(train):,} {source.unit}s of {source.label}"
-    return Session(trainer, name, folder, settings, source, train, validation, share, described)
+    return Session(trainer, name, folder, placed(settings), source, train, validation, share, described)
 
 
 def resume(
@@ -181,10 +166,10 @@ def resume(
     ]
     if differing:
         raise ValueError(f"{', '.join(differing)}: a resumed run keeps what it was started with")
-    settings = _merge(stored, given)
+    settings = merge(stored, given)
     if settings.length is None:
         raise ValueError(f"{checkpoint.path} was not written by this command line: give --length")
-    source = open_source(settings.text, settings.data, vocab=checkpoint.config.vocab)
+    source = source_of(settings, checkpoint.config.vocab)
     known = read_run(checkpoint).get("digest")
     if known is not None and known != source.digest:
         raise ValueError(
@@ -193,12 +178,15 @@ def resume(
         )
     train, validation = split(source.tokens, length=settings.length)
     if settings.steps <= checkpoint.step:
-        raise ValueError(f"{checkpoint.path} has {checkpoint.step} updates already: give --steps above that")
+        what = "give --steps above that" if "steps" in free else f"the end of its {stored.schedule} schedule"
+        raise ValueError(f"{checkpoint.path} has {checkpoint.step} updates already: {what}")
     trainer = backend.Trainer.load(checkpoint.path, device=device, parallel=parallel)
+    if settings.steps > trainer.config.steps:  # the checkpoints to come say how far the run goes
+        trainer.config = trainer.config.replace(steps=settings.steps)
     share = _share(backend, checkpoint.config, settings, device)
-    where = Path(out) if out is not None else _run_folder(checkpoint)
+    where = Path(out) if out is not None else run_folder(checkpoint)
     described = f"{name}: {_parameters(checkpoint.config):,} parameters, going on after update {checkpoint.step}"
-    return Session(trainer, name, where, settings, source, train, validation, share, described)
+    return Session(trainer, name, where, placed(settings), source, train, validation, share, described)
 
 
 def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device: str | None) -> float:
@@ -207,7 +195,7 @@ def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device:
     return flops / (settings.batch * settings.length) / measure_peak(backend, settings.precision, device)
 
 
-def run(session: Session, *, every: int | None, as_json: bool, plain: bool, evaluate_every: int | None = None) -> int:
+def run(session: Session, *, every: int, as_json: bool, plain: bool, evaluate_every: int | None = None) -> int:
     """Update until `steps`, then evaluate and save. Ctrl-C finishes the update in hand, saves and says where: 130."""
     settings, out, trainer, steps = session.settings, session.out, session.trainer, session.settings.steps
     out.mkdir(parents=True, exist_ok=True)
@@ -231,7 +219,7 @@ def run(session: Session, *, every: int | None, as_json: bool, plain: bool, eval
                     if trainer.updates == before:
                         continue  # left out, as the trainer's own warning says
                     log.write(progress.row(trainer.updates, report))
-                    if every is not None and trainer.updates % every == 0:
+                    if trainer.updates % every == 0:
                         log.flush()
                         trainer.save(out, background=True)
                         saved = trainer.updates
@@ -311,37 +299,6 @@ def _interruptible() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def stored_settings(checkpoint: Checkpoint) -> Settings:
-    """What the run of a checkpoint was started with; the checkpoint itself where there is no run.json."""
-    found, config = read_run(checkpoint), checkpoint.train_config
-    own = Settings(steps=config.steps, batch=config.batch, lr=config.lr, seed=config.seed, precision=config.precision,
-                   schedule=config.schedule)  # fmt: skip
-    names = {field.name for field in dataclasses.fields(Settings)}
-    return _merge(Settings(**{name: value for name, value in found.items() if name in names}), own)
-
-
-def read_run(checkpoint: Checkpoint) -> dict[str, Any]:
-    path = _run_folder(checkpoint) / "run.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: expected an object of settings")
-    return found
-
-
-def _run_folder(checkpoint: Checkpoint) -> Path:
-    return checkpoint.path.resolve().parent
-
-
-def _merge(under: Settings, over: Settings) -> Settings:
-    changes = {name: value for name, value in dataclasses.asdict(over).items() if value is not None}
-    return dataclasses.replace(under, **changes)
 
 
 def _new_folder(out: Path | None, name: str) -> Path:

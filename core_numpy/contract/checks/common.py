@@ -96,5 +96,6 @@ def require_x64(name: str, dtype: str, enabled: bool) -> None:
     if dtype == "float64" and not enabled:
         raise TypeError(
             f"{name} is float64, but JAX has 64-bit types off and would compute in float32: turn them on with "
-            'jax.config.update("jax_enable_x64", True) at the start of the program, or convert to float32'
+            'jax.config.update("jax_enable_x64", True) at the start of the program, or JAX_ENABLE_X64=1 in the '
+            "environment, or convert to float32"
         )
