@@ -11,89 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stand_in import RUN, Bigram, Trainer, logged, make
 
-from core_numpy.contract import cli, peak, progress, training_run
-from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
+from core_numpy.contract import peak, progress, training_run
+from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.cli import main
 from core_numpy.contract.cost import step_cost
 from core_numpy.contract.data import evaluation_batches
 from core_numpy.contract.run_log import read_curve
-from core_numpy.contract.schedule import learning_rate
-
-
-class Bigram:
-    """A table of logits in the place of a Transformer: the next byte from the last."""
-
-    def __init__(self, config, *, seed=0, dtype="float32", device=None, size=256):
-        if device not in (None, "cpu"):
-            raise ValueError(f"device must be 'cpu'; got {device!r}")
-        self.config, self.params = config, {"table": np.zeros((size, size), np.float32)}
-
-
-class Trainer:
-    def __init__(self, model, config):
-        self.model, self.config, self.updates, self.batches = model, config, 0, 0
-
-    def _loss(self, batch):
-        tokens, targets = batch["tokens"].ravel(), batch["targets"].ravel()
-        logits = self.model.params["table"][tokens].astype(np.float64)
-        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-        return tokens, targets, p, float(-np.log(p[np.arange(len(p)), targets]).mean())
-
-    def step(self, batch):
-        tokens, targets, p, loss = self._loss(batch)
-        p[np.arange(len(p)), targets] -= 1
-        self.updates += 1
-        self.batches += 1
-        lr = learning_rate(self.config, self.updates)
-        np.add.at(self.model.params["table"], tokens, -100 * lr * p.astype(np.float32))
-        return {"loss": loss, "grad_norm": 1.0, "lr": lr, "tokens": len(tokens)}
-
-    def evaluate(self, batches):
-        rows = [(self._loss(batch)[3], batch["tokens"].size) for batch in batches]
-        count = sum(size for _, size in rows)
-        return {"loss": sum(loss * size for loss, size in rows) / count, "tokens": count}
-
-    def save(self, path, *, background=False):
-        write_checkpoint(path, step=self.updates, params=self.model.params, state={}, config=self.model.config,
-                         train_config=self.config)  # fmt: skip
-
-    def wait(self):
-        pass
-
-    @classmethod
-    def load(cls, path, *, device=None, parallel=None):
-        found = read_checkpoint(path)
-        trainer = cls(Bigram(found.config), found.train_config)
-        trainer.model.params, trainer.updates, trainer.batches = found.params, found.step, found.step
-        return trainer
-
-
-def generate(model, tokens, *, max_new, temperature=0, top_k=None, top_p=None, key=None):
-    for _ in range(max_new):
-        tokens = np.concatenate([tokens, model.params["table"][tokens[:, -1]].argmax(-1)[:, None]], axis=1)
-    return tokens
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A backend whose name is the reference's, so that arrays are NumPy's; runs happen in a folder of their own."""
-    backend = types.ModuleType("core_numpy")
-    backend.Transformer, backend.Trainer, backend.generate = Bigram, Trainer, generate
-    backend.set_params = lambda model, params: setattr(model, "params", params)
-    backend.key = lambda seed: seed
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training_run, "measure_peak", lambda *arguments: 1e9)
-    (tmp_path / "text.txt").write_text("abcd" * 500)
-    return backend
-
-
-RUN = ["train", "--text", "text.txt", "--length", "6", "--batch", "3", "--plain"]
-
-
-def logged(path="runs/numpy-tiny", file="log.jsonl"):
-    with open(f"{path}/{file}") as lines:
-        return [json.loads(line) for line in lines]
+    return make(tmp_path, monkeypatch)
 
 
 def test_training_prints_writes_and_measures(stand_in, capsys):
@@ -255,85 +185,6 @@ def test_evaluate_gives_the_number_that_training_ended_with(stand_in, capsys):
     )
     assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", "--text", "text.txt"]) == 0
     assert "bits per byte" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("asked", [["--batch", "1"], ["--batch", "50"], []])
-def test_how_a_text_is_cut_into_batches_changes_no_measurement_and_a_part_of_it_is_called_one(
-    stand_in, capsys, monkeypatch, asked
-):
-    monkeypatch.setattr(cli, "EVALUATION_BATCHES", 2)
-    assert main(stand_in, [*RUN, "--steps", "20"]) == 0
-    row = {"step": 20, "tokens": 36, "of": 200}  # two of the training's batches, of three windows of six bytes
-    trainer = Trainer.load("runs/numpy-tiny")
-    tokens = np.frombuffer(b"abcd" * 50, np.uint8)
-    loss = trainer.evaluate(evaluation_batches(tokens, batch=3, length=6, limit=2))["loss"]
-    capsys.readouterr()
-    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", "--json", *asked]) == 0
-    measured = json.loads(capsys.readouterr().out)
-    assert {name: measured[name] for name in row} == row and measured["loss"] == pytest.approx(loss, rel=1e-12)
-    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", *asked]) == 0
-    assert "36 bytes, the first of 200\n" in capsys.readouterr().out
-
-
-def test_a_run_is_resumed_and_measured_from_another_directory(stand_in, capsys, monkeypatch):
-    assert main(stand_in, [*RUN, "--steps", "3"]) == 0
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    assert main(stand_in, ["evaluate", "--resume", "../runs/numpy-tiny"]) == 0
-    assert main(stand_in, ["train", "--resume", "../runs/numpy-tiny", "--steps", "5", "--plain"]) == 0
-    assert read_checkpoint("../runs/numpy-tiny").step == 5
-    Path("../text.txt").rename("moved.txt")
-    capsys.readouterr()
-    for verb in (["evaluate"], ["train", "--steps", "7"]):
-        assert main(stand_in, [*verb, "--resume", "../runs/numpy-tiny"]) == 2
-        assert "text.txt does not exist" in (said := capsys.readouterr().err) and "where it is now with --text" in said
-    assert main(stand_in, ["train", "--resume", "../runs/numpy-tiny", "--steps", "7", "--text", "moved.txt"]) == 0
-    assert main(stand_in, ["train", "--resume", "../runs/numpy-tiny", "--steps", "8"]) == 0  # it knows from now on
-
-
-@pytest.mark.parametrize("dies", [3, 5])
-def test_a_run_that_was_made_longer_and_then_stopped_goes_on_without_being_told_again(stand_in, monkeypatch, dies):
-    assert main(stand_in, [*RUN, "--steps", "3"]) == 0
-    plain = Trainer.step
-
-    def step(self, batch):
-        if self.updates == dies:
-            raise OSError("the machine dies")
-        return plain(self, batch)
-
-    monkeypatch.setattr(Trainer, "step", step)
-    longer = ["train", "--resume", "runs/numpy-tiny", "--plain", "--checkpoint-every", "1"]
-    assert main(stand_in, [*longer, "--steps", "9"]) == 2
-    found = read_checkpoint("runs/numpy-tiny")
-    assert found.step == dies and found.train_config.steps == (3 if dies == 3 else 9)
-    monkeypatch.setattr(Trainer, "step", plain)
-    assert main(stand_in, longer) == 0
-    assert [step for step, _ in read_curve(Path("runs/numpy-tiny/log.jsonl"))] == list(range(1, 10))
-
-
-def test_a_run_saves_on_its_way_without_being_asked(stand_in, monkeypatch):
-    plain = Trainer.step
-
-    def step(self, batch):
-        if self.updates == 101:
-            raise OSError("the machine dies")
-        return plain(self, batch)
-
-    monkeypatch.setattr(Trainer, "step", step)
-    assert main(stand_in, [*RUN, "--steps", "300"]) == 2
-    assert read_checkpoint("runs/numpy-tiny").step == 100
-
-
-@pytest.mark.parametrize(
-    "damage", ['{"text": 5}', '{"steps": "9"}', '{"length": null}', '{"size": true}', "[1]", "{", "[" * 9999]
-)
-def test_a_damaged_run_json_is_named(stand_in, capsys, damage):
-    assert main(stand_in, [*RUN, "--steps", "2"]) == 0
-    Path("runs/numpy-tiny/run.json").write_text(damage)
-    capsys.readouterr()
-    for verb in (["evaluate"], ["train", "--steps", "4"]):
-        assert main(stand_in, [*verb, "--resume", "runs/numpy-tiny"]) == 2
-        assert re.search(r"error: \S*numpy-tiny/run\.json is damaged", capsys.readouterr().err)
 
 
 def test_generate_continues_the_prompt(stand_in, capsys):

@@ -1,0 +1,99 @@
+"""Runs of the command line that stop, move and go on, on a stand-in backend: what is kept and what is measured."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stand_in import RUN, Trainer, make
+
+from core_numpy.contract import cli
+from core_numpy.contract.checkpoints import read_checkpoint
+from core_numpy.contract.cli import main
+from core_numpy.contract.data import evaluation_batches
+from core_numpy.contract.run_log import read_curve
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    return make(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("asked", [["--batch", "1"], ["--batch", "50"], []])
+def test_how_a_text_is_cut_into_batches_changes_no_measurement_and_a_part_of_it_is_called_one(
+    stand_in, capsys, monkeypatch, asked
+):
+    monkeypatch.setattr(cli, "EVALUATION_BATCHES", 2)
+    assert main(stand_in, [*RUN, "--steps", "20"]) == 0
+    row = {"step": 20, "tokens": 36, "of": 200}  # two of the training's batches, of three windows of six bytes
+    trainer = Trainer.load("runs/numpy-tiny")
+    tokens = np.frombuffer(b"abcd" * 50, np.uint8)
+    loss = trainer.evaluate(evaluation_batches(tokens, batch=3, length=6, limit=2))["loss"]
+    capsys.readouterr()
+    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", "--json", *asked]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert {name: measured[name] for name in row} == row and measured["loss"] == pytest.approx(loss, rel=1e-12)
+    assert main(stand_in, ["evaluate", "--resume", "runs/numpy-tiny", *asked]) == 0
+    assert "36 bytes, the first of 200\n" in capsys.readouterr().out
+
+
+def test_a_run_is_resumed_and_measured_from_another_directory(stand_in, capsys, monkeypatch):
+    assert main(stand_in, [*RUN, "--steps", "3"]) == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(stand_in, ["evaluate", "--resume", "../runs/numpy-tiny"]) == 0
+    assert main(stand_in, ["train", "--resume", "../runs/numpy-tiny", "--steps", "5", "--plain"]) == 0
+    assert read_checkpoint("../runs/numpy-tiny").step == 5
+    Path("../text.txt").rename("moved.txt")
+    capsys.readouterr()
+    for verb in (["evaluate"], ["train", "--steps", "7"]):
+        assert main(stand_in, [*verb, "--resume", "../runs/numpy-tiny"]) == 2
+        assert "text.txt does not exist" in (said := capsys.readouterr().err) and "where it is now with --text" in said
+    assert main(stand_in, ["train", "--resume", "../runs/numpy-tiny", "--steps", "7", "--text", "moved.txt"]) == 0
+    assert main(stand_in, ["train", "--resume", "../runs/numpy-tiny", "--steps", "8"]) == 0  # it knows from now on
+
+
+@pytest.mark.parametrize("dies", [3, 5])
+def test_a_run_that_was_made_longer_and_then_stopped_goes_on_without_being_told_again(stand_in, monkeypatch, dies):
+    assert main(stand_in, [*RUN, "--steps", "3"]) == 0
+    plain = Trainer.step
+
+    def step(self, batch):
+        if self.updates == dies:
+            raise OSError("the machine dies")
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    longer = ["train", "--resume", "runs/numpy-tiny", "--plain", "--checkpoint-every", "1"]
+    assert main(stand_in, [*longer, "--steps", "9"]) == 2
+    found = read_checkpoint("runs/numpy-tiny")
+    assert found.step == dies and found.train_config.steps == (3 if dies == 3 else 9)
+    monkeypatch.setattr(Trainer, "step", plain)
+    assert main(stand_in, longer) == 0
+    assert [step for step, _ in read_curve(Path("runs/numpy-tiny/log.jsonl"))] == list(range(1, 10))
+
+
+def test_a_run_saves_on_its_way_without_being_asked(stand_in, monkeypatch):
+    plain = Trainer.step
+
+    def step(self, batch):
+        if self.updates == 101:
+            raise OSError("the machine dies")
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    assert main(stand_in, [*RUN, "--steps", "300"]) == 2
+    assert read_checkpoint("runs/numpy-tiny").step == 100
+
+
+@pytest.mark.parametrize(
+    "damage", ['{"text": 5}', '{"steps": "9"}', '{"length": null}', '{"size": true}', "[1]", "{", "[" * 9999]
+)
+def test_a_damaged_run_json_is_named(stand_in, capsys, damage):
+    assert main(stand_in, [*RUN, "--steps", "2"]) == 0
+    Path("runs/numpy-tiny/run.json").write_text(damage)
+    capsys.readouterr()
+    for verb in (["evaluate"], ["train", "--steps", "4"]):
+        assert main(stand_in, [*verb, "--resume", "runs/numpy-tiny"]) == 2
+        assert re.search(r"error: \S*numpy-tiny/run\.json is damaged", capsys.readouterr().err)
