@@ -1,7 +1,10 @@
 """Few scores: the formula in torch's shortest operations, its weights kept for a backward pass of its own.
 
-    s = scale * q·k, soft-capped, + term;  w = softmax(s), a sink one column more;  out = w v
+    s = scale * q·k, soft-capped, + term;  w = softmax(s);  w /= 1 + max(w) exp(sink - max(s));  out = w v
     dv = w.T dO;  ds = w * (dO v.T - sum_j w dO v.T);  dq = scale * ds k;  dk = scale * ds.T q;  dterm = ds
+    dsink = -sum ds
+
+A sink's share is what its row's weights lack to 1, and max(w) = exp(max(s)) / sum exp(s) gives it without another pass.
 
 Query heads of one key head are rows of one product. Where the backward pass is itself recorded it is the formula's own,
 so there are derivatives of any order.
@@ -54,24 +57,23 @@ def _merged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, term: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, weights (N * G, H / G * T, S or S + 1), tanh of the soft cap."""
+    """out, weights (N * G, H / G * T, S), tanh of the soft cap."""
     rows, keys, values = _merged(q, k, v)
-    S, bent, unread = k.shape[2], None, _UNREAD[q.dtype]
-    whole = s = None if sinks is None else rows.new_empty(*rows.shape[:2], S + 1)
-    if whole is not None and sinks is not None:
-        whole.select(-1, S).view(q.shape[:3]).copy_(sinks.unsqueeze(-1))
-        s = whole.narrow(-1, 0, S)
+    bent, unread = None, _UNREAD[q.dtype]
     if softcap is not None:
         bent = torch.baddbmm(unread, rows, keys.mT, beta=0.0, alpha=scale / softcap).tanh_()
-        s = torch.mul(bent, softcap, out=s) if term is None else torch.add(_flat(term), bent, alpha=softcap, out=s)
+        s = bent * softcap if term is None else torch.add(_flat(term), bent, alpha=softcap)
     elif term is None:
-        s = torch.baddbmm(unread, rows, keys.mT, beta=0.0, alpha=scale, out=s)
+        s = torch.baddbmm(unread, rows, keys.mT, beta=0.0, alpha=scale)
     else:
-        s = torch.baddbmm(_flat(term), rows, keys.mT, alpha=scale, out=s)
-    s = s if whole is None else whole
-    weights = torch._softmax(s, -1, False, out=s)
-    used = weights if sinks is None else weights.narrow(-1, 0, S)
-    return torch.bmm(used, values).view(q.shape), weights, bent
+        s = torch.baddbmm(_flat(term), rows, keys.mT, alpha=scale)
+    if sinks is None:
+        weights = torch._softmax(s, -1, False, out=s)
+    else:
+        above = torch.exp(sinks.unsqueeze(-1) - s.amax(-1).view(q.shape[:3]))
+        weights = torch._softmax(s, -1, False, out=s)
+        weights.div_(weights.amax(-1, keepdim=True).mul_(above.view(*s.shape[:2], 1)).add_(1.0))
+    return torch.bmm(weights, values).view(q.shape), weights, bent
 
 
 def _flat(term: Tensor) -> Tensor:
@@ -100,25 +102,17 @@ def _backward(
     bent: Tensor | None, scale: float, softcap: float | None, needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     rows, keys, values = _merged(q, k, v)
-    grads, S, unread = grad.reshape(rows.shape), k.shape[2], _UNREAD[q.dtype]
-    dsinks = dterm = None
-    if sinks is None:
-        used = weights
-        ds = torch._softmax_backward_data(torch.bmm(grads, values.mT), weights, -1, q.dtype)
-    else:
-        used = weights.narrow(-1, 0, S)
-        step = torch.empty_like(weights)
-        torch.bmm(grads, values.mT, out=step.narrow(-1, 0, S))
-        step.select(-1, S).zero_()  # the sink's value is zero
-        step = torch._softmax_backward_data(step, weights, -1, q.dtype)
-        ds, dsinks = step.narrow(-1, 0, S), step.select(-1, S).view(q.shape[:3]).sum((0, 2))
+    grads, unread, dsinks, dterm = grad.reshape(rows.shape), _UNREAD[q.dtype], None, None
+    ds = torch._softmax_backward_data(torch.bmm(grads, values.mT), weights, -1, q.dtype)
+    if sinks is not None and needed[4]:
+        dsinks = ds.view(*q.shape[:3], -1).sum((0, 2, 3)).neg_()
     if term is not None and needed[3]:
-        dterm = ds.view(1, *q.shape[1:3], S).sum_to_size(term.shape)
+        dterm = ds.view(1, *q.shape[1:3], -1).sum_to_size(term.shape)
     if bent is not None:
         ds = torch.ops.aten.tanh_backward(ds, bent)
     dq = torch.baddbmm(unread, ds, keys, beta=0.0, alpha=scale).view(q.shape)
     dk = torch.baddbmm(unread, ds.mT, rows, beta=0.0, alpha=scale).view(k.shape)
-    return dq, dk, torch.bmm(used.mT, grads).view(v.shape), dterm, dsinks
+    return dq, dk, torch.bmm(weights.mT, grads).view(v.shape), dterm, dsinks
 
 
 def _recorded(
