@@ -51,6 +51,12 @@ class Call:
         return self.see.bias is not None and self.see.bias.requires_grad and torch.is_grad_enabled()
 
     @property
+    def gradient(self) -> bool:
+        """Whether q, k, v or sinks want one."""
+        arrays = (self.q, self.k, self.v, self.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
+
+    @property
     def empty(self) -> bool:
         return self.q.numel() == 0 or self.k.numel() == 0 or self.v.numel() == 0
 
@@ -71,8 +77,9 @@ Test = Callable[[Call], bool]
 
 # From so many scores on, and up to so many, the formula with its own backward pass, its weights kept, beats torch's
 # fused CPU kernel: with 32 queries or more it takes 0.5 to 0.8 of the time on two cores, forward as with a gradient, on
-# one 0.9 to 1.0. Above, the scores leave the cache.
-FEWEST, FEW, FEWEST_QUERIES = 1 << 15, 1 << 18, 32
+# one 0.9 to 1.0. Above, the scores leave the cache: at 2^19 0.9 to 1.2, but 0.9 to 1.0 with a bias, which costs that
+# kernel more.
+FEWEST, FEW, FEW_BIASED, FEWEST_QUERIES = 1 << 15, 1 << 18, 1 << 19, 32
 # Up to so many queries of so many heads that share keys, over so many keys: the products read every key once, where
 # torch's kernel reads it for each head, and take 0.5 to 0.9 of its time on one core and on two.
 STEPS, SHARING, LONG = 4, 4, 1024
@@ -87,7 +94,10 @@ def keeps(c: Call) -> bool:
         return False
     if plan.T < FEWEST_QUERIES:
         return N == 1 and plan.T <= STEPS and plan.group >= SHARING and plan.S >= LONG and _scores(c) <= FEW
-    return FEWEST <= _scores(c) <= (WRITTEN_OUT if c.bias_gradient else FEW)
+    if c.sinks is not None and see.bias is None and plan.softcap is None and not c.gradient:
+        return False  # forward alone, torch's kernel and a rescaling take 0.9 of the time
+    most = FEW if see.bias is None else WRITTEN_OUT if c.bias_gradient else FEW_BIASED
+    return FEWEST <= _scores(c) <= most
 
 
 def _simple(c: Call) -> bool:

@@ -42,6 +42,11 @@ _dispatched = torch._C._len_torch_dispatch_stack
 _graded = torch.is_grad_enabled
 
 
+def _wanted(*arrays: Tensor) -> bool:
+    """Whether one of them is to have a gradient."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+
 def look(
     q: Any, k: Any, v: Any, wants_lse: bool, mask: Any, bias: Any, causal: Any, window: Any, q_offset: Any,
     kv_lengths: Any, q_segments: Any, kv_segments: Any, sinks: Any, scale: Any, softcap: Any, dropout_rate: Any,
@@ -63,7 +68,7 @@ def look(
                 None if kv_lengths is None else (type(kv_lengths), kv_lengths.shape, kv_lengths.dtype),
                 None if q_segments is None else (type(q_segments), q_segments.shape, q_segments.dtype),
                 None if kv_segments is None else (type(kv_segments), kv_segments.shape, kv_segments.dtype),
-                None if sinks is None else (type(sinks), sinks.shape, sinks.dtype),
+                None if sinks is None else (type(sinks), sinks.shape, sinks.dtype, _wanted(q, k, v, sinks)),
             )
         name = (
             type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device,

@@ -23,8 +23,9 @@ from .visibility import readable
 # (q, k, v, mask, bias, kv_lengths, sinks), as the caller gave them, -> out in the caller's shape, or None.
 Short = Callable[..., Tensor | None]
 
-# Up to so many elements a bias is looked through whole, which is one short operation; no fewer than the checks look at.
-GLANCE = 1 << 15
+# Up to so many elements a bias is looked through whole: those in which the checks look for NaN. From 2^15 elements on a
+# whole look is shared among threads, whose meeting takes longer than all other looks together.
+GLANCE = 1 << 12
 _SDPA = F.scaled_dot_product_attention
 
 

@@ -113,6 +113,12 @@ def test_which_calls_are_few_scores():
         assert (FEW <= 8 * size * size <= MANY) == (taken == "dense")
         assert f"{taken} is chosen" in explain_kernel(*leaves), size
         assert f"{taken} is chosen" in explain_kernel(*leaves, causal=True), size
+    for size, taken in ((256, "dense"), (257, "sdpa")):  # a bias costs torch's kernel more
+        bias = torch.zeros(size, size, dtype=torch.float64)
+        assert f"{taken} is chosen" in explain_kernel(*_qkv(T=size, S=size), bias=bias), size
+        assert "dense is chosen" in explain_kernel(*_qkv(T=size, S=size), bias=bias.requires_grad_()), size
+    for gradient, taken in ((True, "dense"), (False, "blockwise")):  # forward alone sinks rescale what torch's gives
+        assert f"{taken} is chosen" in explain_kernel(*_qkv(gradient=gradient), sinks=torch.zeros(8))
     halves = [x.bfloat16() for x in _qkv()]
     assert "sdpa is chosen" in explain_kernel(*halves)
 
@@ -200,7 +206,7 @@ def test_one_length_of_every_value_means_what_the_formula_means():
                 attention(q, k, v, kv_lengths=torch.tensor([length]), causal=causal, q_offset=0)
 
 
-@pytest.mark.parametrize(("size", "ways"), [(20, ("biased", "kept")), (T, ("kept", "kept")), (192, ("biased", "kept"))])
+@pytest.mark.parametrize(("size", "ways"), [(20, ("biased", "kept")), (T, ("kept", "kept")), (260, ("biased", "kept"))])
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_bias_that_hides_keys_or_empties_rows_goes_the_long_way(size, ways, learned):
     leaves = q, k, v = _qkv(T=size, S=size, D=2)
