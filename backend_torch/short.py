@@ -23,9 +23,9 @@ from .visibility import readable
 # (q, k, v, mask, bias, kv_lengths, sinks), as the caller gave them, -> out in the caller's shape, or None.
 Short = Callable[..., Tensor | None]
 
-# Up to so many elements a bias is looked through whole: those in which the checks look for NaN. From 2^15 elements on a
-# whole look is shared among threads, whose meeting takes longer than all other looks together.
-GLANCE = 1 << 12
+# Up to so many elements the checks look for NaN in a bias, so that it is looked through whole; and up to so many one
+# look at all of it takes less than one at its last row and one at the output.
+CHECKED, GLANCE = 1 << 12, 1 << 15
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -53,7 +53,7 @@ def short(call: Call, chosen: str, asked: str) -> Short | None:
     if chosen == "sdpa" and see.bias is None:
         return _padding(call)
     if chosen == "sdpa" and see.bias is not None and see.bias.dtype == call.q.dtype and not see.banded:
-        return _biased(call, see.bias.numel() <= GLANCE)
+        return _biased(call, see.bias.numel() <= CHECKED)
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import backend_jax  # noqa: E402
 import core_numpy  # noqa: E402
+from backend_jax import blocks  # noqa: E402
 from conformance.tests.refusals_attention import ROWS as REFUSALS  # noqa: E402
 from conformance.tests.refusals_attention import valid  # noqa: E402
 
@@ -79,3 +82,37 @@ def test_each_kernel_is_explained_and_one_is_chosen():
     assert [line.split(":")[0] for line in text] == list(backend_jax.available_kernels())
     assert ["chosen" in line for line in text].count(True) == 1
     assert "it needs an NVIDIA GPU" in text[0]
+
+
+def test_weights_are_kept_in_one_step_up_to_512_rows_and_keys_but_never_more_of_them_than_said():
+    def spec(T=512, S=512, B=1, r=1, band=None, on_cpu=True):
+        return blocks.Spec(B, 8 // r, r, T, S, 64, 64, 0.125, None, band, 0.0, True, on_cpu)
+
+    step = blocks.kept_layout(spec(), frozenset())
+    assert blocks.keeps_weights(spec()) and (step.nb, step.ng, step.rows, step.ranges) == (1, 8, 512, ((0, 512),))
+    assert blocks.keeps_weights(spec(r=4))
+    for other in ({"T": 513}, {"T": 16, "S": 513}, {"B": 2}, {"band": (None, 0)}, {"on_cpu": False}):
+        assert not blocks.keeps_weights(spec(**other)), other
+    for short in ({"B": 4}, {"B": 99, "band": (None, 0)}, {"on_cpu": False}):
+        assert blocks.keeps_weights(spec(256, 256, **short)), short
+    assert blocks.kept_layout(spec(256, 256, B=4), frozenset()).nb == 1  # steps that the cache holds
+
+
+@pytest.mark.parametrize("more", [{}, {"kv_lengths": np.array([5, 2])}, {"softcap": 1.5}], ids=str)
+def test_more_weights_than_one_step_of_the_cache_mean_the_same(more, monkeypatch):
+    monkeypatch.setattr(blocks, "WHOLE", 8)
+    monkeypatch.setattr(blocks, "KEPT_SCORES", 1)
+    sys.modules["backend_jax.attention"]._run.clear_cache()
+    q, k, v = inputs()
+    bias = np.random.default_rng(1).normal(size=(4, 3, 5)).astype(np.float32)[None]
+    given = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in more.items()}
+
+    def loss(*arrays, kernel="auto"):
+        return jnp.sin(backend_jax.attention(*arrays[:3], bias=arrays[3], **given, kernel=kernel)).sum()
+
+    found = [
+        jax.grad(loss, argnums=range(4))(q, k, v, jnp.asarray(bias), kernel=kernel) for kernel in ("auto", "dense")
+    ]
+    for mine, theirs in zip(*found, strict=True):
+        check_close(mine, theirs, 1e-5)
+    sys.modules["backend_jax.attention"]._run.clear_cache()
