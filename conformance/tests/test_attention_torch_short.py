@@ -263,3 +263,15 @@ def test_a_future_made_in_inference_mode_serves_training():
         for _ in range(2):
             attention(q, k, v, causal=True)
     _compare(_qkv(), "kept", causal=True)
+
+
+@pytest.mark.parametrize("change", [{}, {"kv_lengths": torch.tensor([70])}, {"sinks": torch.zeros(8)}], ids=str)
+def test_a_call_is_recomputed_as_it_was_the_first_of_its_form_too(change):
+    from torch.utils.checkpoint import checkpoint
+
+    # A head size that no other test has: the form is new.
+    given = [torch.randn(1, 8, 93, 11, requires_grad=True) for _ in range(3)]
+    plain = torch.autograd.grad(attention(*given, causal=True, kernel="dense", **change).sum(), given)
+    out = checkpoint(attention, *given, causal=True, use_reentrant=False, **change)
+    for x, y in zip(torch.autograd.grad(out.sum(), given), plain, strict=True):
+        torch.testing.assert_close(x, y)
