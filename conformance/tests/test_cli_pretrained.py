@@ -82,3 +82,93 @@ def test_a_source_is_needed_and_one_alone(folder, capsys):
         with pytest.raises(SystemExit):
             parser.parse_args(arguments)
     capsys.readouterr()
+
+
+def cut(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def lie(path):
+    file = path / "model.safetensors"
+    file.write_bytes((1 << 62).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def spoil(path):
+    """A header that is no JSON."""
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:8] + b"]" + data[9:])
+
+
+def pickled(path):
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x02K\x01.")
+
+
+def fields(**changes):
+    def change(path):
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+# What is done to a sound folder, and the words that the refusal must have.
+BAD = {
+    "no config": (lambda path: (path / "config.json").unlink(), ("config.json",)),
+    "unknown family": (fields(model_type="mamba"), ("mamba", "gpt2", "llama", "t5")),
+    "cut off": (cut, ("model.safetensors", "cut off")),
+    "a length that lies": (lie, ("model.safetensors", "cut off")),
+    "no header": (spoil, ("model.safetensors", "not a sound safetensors file")),
+    "pickled": (pickled, ("pytorch_model.bin", "unpickling runs whatever code")),
+    "another shape": (fields(vocab_size=12), ("embed_tokens.weight has shape (11, 24)", "(12, 24)")),
+    "missing layers": (fields(num_hidden_layers=2), ("layers.1.mlp.down_proj.weight is missing",)),
+}
+
+
+def copy_of(folder, path):
+    for each in folder.iterdir():
+        (path / each.name).write_bytes(each.read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_bad_folder_is_one_line_on_the_command_line(package, name, folder, tmp_path, capsys):
+    change, words = BAD[name]
+    change(copy_of(folder, tmp_path))
+    code, out, error = said(package, capsys, "--model", tmp_path, "--tokens", "1 2", "--max-new", 1)
+    assert code == 2 and out == ""
+    assert "Traceback" not in error and len(error.strip().splitlines()) == 1
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_folder_that_is_not_there_and_a_text_longer_than_the_model_are_one_line(package, tmp_path, capsys):
+    """Longer than a table of positions; rotary ones go on for ever."""
+    C = load("core_numpy")
+    config = C.ModelConfig(
+        vocab=11, width=6, heads=2, layers=1, max_length=5, activation="gelu_tanh", tie_embeddings=True
+    )
+    C.Transformer(config).save_pretrained(tmp_path / "gpt2", family="gpt2")
+    for arguments, word in (
+        (("--model", tmp_path / "nowhere", "--tokens", "1"), "nowhere does not exist"),
+        (("--model", tmp_path / "gpt2", "--tokens", "1 2 3 4 5 6", "--max-new", 1), "max_length (5)"),
+        (("--model", tmp_path / "gpt2", "--tokens", "1 2 3", "--max-new", 4), "max_length"),
+    ):
+        code, out, error = said(package, capsys, *arguments)
+        assert code == 2 and out == "" and word in error
+        assert "Traceback" not in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_tensor_with_nan_is_named_on_the_command_line(package, folder, tmp_path, capsys):
+    C = load("core_numpy")
+    file = copy_of(folder, tmp_path) / "model.safetensors"
+    stored = C.load_params(file)
+    stored["model.norm.weight"][3] = np.nan
+    C.save_params(file, stored)
+    with pytest.warns(UserWarning, match=r"norm\.weight of .* holds NaN"):
+        code = said(package, capsys, "--model", tmp_path, "--tokens", "1 2", "--max-new", 1)[0]
+    assert code == 0
