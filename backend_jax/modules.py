@@ -15,7 +15,7 @@ from flax import nnx
 from core_numpy.contract.checks.common import require_x64
 from core_numpy.contract.checks.model import check_module
 from core_numpy.contract.config import BlockConfig
-from core_numpy.contract.copies import Room, copied, serves
+from core_numpy.contract.copies import copied, serves
 from core_numpy.contract.families import Pretrained
 from core_numpy.contract.parameters import Parameter, name_hash
 
@@ -69,32 +69,24 @@ class Initial:
 class Stored(Initial):
     """Values that are read instead of drawn, each when its parameter is made."""
 
-    def __init__(
-        self, table: Any, read: Callable[[str], np.ndarray], dtype: str, device: Any, room: Room | None,
-        prefix: str = "",
-    ):  # fmt: skip
+    def __init__(self, table: Any, read: Callable[[str], np.ndarray], dtype: str, device: Any, prefix: str = ""):
         self._table, self._read, self.dtype, self._device, self._prefix = table, read, dtype, device, prefix
-        self._room = room
 
     @classmethod
     def of(cls, source: Pretrained, dtype: str, device: Any) -> Stored:  # type: ignore[override]
         """The values of a checked folder."""
         check_module(source.config, 0, dtype, model=True)
         require_x64("dtype", dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        device = find_device(device)
-        # On a CPU, JAX uses memory as it is; for another device each tensor's is let go once it is there.
-        platform = jax.default_backend() if device is None else getattr(device, "platform", None)
-        room = Room.of(source.shapes.values(), jnp.dtype(dtype)) if platform == "cpu" else None
-        return cls(source.shapes, source.read, dtype, device, room)
+        return cls(source.shapes, source.read, dtype, find_device(device))
 
     def at(self, name: str) -> Stored:
-        return Stored(self._table, self._read, self.dtype, self._device, self._room, f"{self._prefix}{name}.")
+        return Stored(self._table, self._read, self.dtype, self._device, f"{self._prefix}{name}.")
 
     def parameter(self, name: str) -> nnx.Param:
         array, dtype = self._read(f"{self._prefix}{name}"), jnp.dtype(self.dtype)
         # At a multiple of 64 bytes JAX takes the file's memory as it is; a copy lets it go.
         if not serves(array, dtype, alignment=64):
-            array = copied(array, dtype, room=self._room)
+            array = copied(array, dtype)
         return nnx.Param(jax.device_put(array, self._device))
 
 

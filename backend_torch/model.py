@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core_numpy.contract.checks.model import check_model_call, check_module, check_params, check_source
 from core_numpy.contract.config import BlockConfig, ModelConfig
-from core_numpy.contract.copies import Room, copied, serves
+from core_numpy.contract.copies import copied, empty, serves
 from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 from core_numpy.contract.tensor_file import numpy_dtype
@@ -351,9 +351,8 @@ class Transformer(Stack):
 
 
 def _take(model: Transformer, source: Pretrained, dtype: str) -> None:
-    """Give a model without memory its parameters, each with a storage of its own: the file's or a piece of a `Room`."""
+    """Give a model without memory its parameters, each with a storage of its own: the file's or its own."""
     kind = numpy_dtype(dtype)
-    room = Room.of(source.shapes.values(), kind)
     for name in named(model):
         owner, _, leaf = name.rpartition(".")
         x = turn(model, name, source.read(name))
@@ -361,9 +360,9 @@ def _take(model: Transformer, source: Pretrained, dtype: str) -> None:
             value = borrow(x)
         elif x.flags.c_contiguous:
             # torch converts faster than NumPy, and turns matrices more slowly.
-            value = borrow(room.take(x.shape, kind)).copy_(borrow(x))
+            value = borrow(empty(x.shape, kind)).copy_(borrow(x))
         else:
-            value = borrow(copied(x, kind, room=room))
+            value = borrow(copied(x, kind))
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
 
 

@@ -38,7 +38,7 @@ from .block import Block, BranchKept, Scene
 from .cache import KVCache, Pair
 from .contract.checks.model import check_model_call, check_params, check_source
 from .contract.config import ModelConfig
-from .contract.copies import Room, copied, serves
+from .contract.copies import copied, serves
 from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
 from .encodings import alibi_bias, dtype_of, relative_bias, sinusoidal_encoding
@@ -91,11 +91,11 @@ class Transformer(Module):
         """
         source = Pretrained(folder)
         cls.refuse(source.config, 0, dtype, device, model=True)
-        kind, room = dtype_of(dtype), Room.of(source.shapes.values(), dtype_of(dtype))
+        kind = dtype_of(dtype)
 
         def value(name: str) -> np.ndarray:
             x = source.read(name)
-            return x if serves(x, kind, order="K") else copied(x, kind, order="K", room=room)
+            return x if serves(x, kind, order="K") else copied(x, kind, order="K")
 
         values = {name: value(name) for name in source.shapes}
         model = cls.__new__(cls)

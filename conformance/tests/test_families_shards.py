@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conformance.tests.three import PACKAGES, back, load, to
-from core_numpy.contract.copies import Room, copied
+from core_numpy.contract.copies import copied
 from core_numpy.contract.families import folder as files
 from core_numpy.contract.tensor_file import check_header
 
@@ -125,15 +125,3 @@ def test_a_copy_has_the_values_the_order_and_the_alignment(shape, dtype):
         assert np.array_equal(as_it_lies, got) and as_it_lies.flags.writeable and as_it_lies.dtype == dtype
         if source.ndim == 2 and source.strides[0] == source.itemsize < source.strides[1]:
             assert as_it_lies.T.flags.c_contiguous
-
-
-def test_arrays_of_one_room_lie_beside_each_other_and_apart():
-    shapes = [(3, 5), (), (0, 2), (7,), (2, 1, 3)]
-    room = Room.of(shapes, "float32")
-    arrays = [room.take(shape, np.dtype("float32")) for shape in shapes]
-    for n, x in enumerate(arrays):
-        x[...] = n
-        assert x.size == 0 or x.ctypes.data % 64 == 0
-    for n, (x, shape) in enumerate(zip(arrays, shapes, strict=True)):
-        assert x.shape == shape and (x == n).all() and x.base is not None
-    assert arrays[-1].ctypes.data - arrays[0].ctypes.data == 64 * 3

@@ -117,7 +117,7 @@ def test_half_precision_read_into_float32_is_exact(package, dtype, tmp_path):
 
 
 def test_each_parameter_of_torch_has_a_storage_of_its_own(tmp_path):
-    """They share a file or one piece of memory, and nothing that torch knows of: copies of one hold that one alone."""
+    """They may share a file, and nothing that torch knows of: copies of one hold that one alone."""
     B = load("backend_torch")
     config = B.ModelConfig(vocab=13, width=6, heads=3, layers=1, max_length=5, **FAMILIES["gpt2"])
     B.Transformer(config).save_pretrained(tmp_path)

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 
-class Room:
-    """Memory for arrays that are made one after the other and live together: `take` gives each the next piece.
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory of an array's own that begins at a multiple of 64 bytes, where JAX takes it as it is.
 
-    One piece of memory for a whole model, because the system hands out small ones page by page, at a fault each: of
-    large ones it makes large pages where it has them. The first array that is taken asks for it.
+    One piece for a whole model would be new from the system at every load, and last as long as any of its arrays;
+    smaller ones are handed out again.
     """
-
-    def __init__(self, size: int) -> None:
-        """`size`: bytes, each array's rounded up to a multiple of 64."""
-        self._size, self._next = size, 0
-        self._memory: np.ndarray | None = None
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if self._memory is None:
-            self._memory = np.empty(self._size + 63, np.uint8)
-            self._next = -self._memory.ctypes.data % 64
-        size = math.prod(shape) * dtype.itemsize
-        begin, self._next = self._next, self._next + rounded_up(size)
-        return self._memory[begin : begin + size].view(dtype).reshape(shape)
-
-    @classmethod
-    def of(cls, shapes: Iterable[tuple[int, ...]], dtype: Any) -> Room:
-        """Room for arrays of these shapes."""
-        return cls(sum(rounded_up(math.prod(shape) * np.dtype(dtype).itemsize) for shape in shapes))
-
-
-def rounded_up(size: int) -> int:
-    """The least multiple of 64, at which JAX takes memory as it is."""
-    return -(-size // 64) * 64
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 63, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def serves(x: np.ndarray, dtype: Any, *, order: str = "C", alignment: int = 1) -> bool:
@@ -49,17 +30,16 @@ def serves(x: np.ndarray, dtype: Any, *, order: str = "C", alignment: int = 1) -
     return x.dtype == np.dtype(dtype) and lies and x.flags.aligned and x.ctypes.data % alignment == 0
 
 
-def copied(x: np.ndarray, dtype: Any, *, order: str = "C", room: Room | None = None) -> np.ndarray:
-    """A copy of x in `dtype` that begins at a multiple of 64 bytes, in `room` or in memory of its own.
+def copied(x: np.ndarray, dtype: Any, *, order: str = "C") -> np.ndarray:
+    """A copy of x in `dtype` that begins at a multiple of 64 bytes.
 
     order "C": the last axis lies closest; "K": a matrix that lies transposed in x does so in the copy, which is then
     as fast as reading.
     """
-    dtype = np.dtype(dtype)
     turned = x.ndim == 2 and x.strides[0] == x.itemsize < x.strides[1]
     if turned and order == "K":
-        return copied(x.T, dtype, room=room).T
-    out = (Room.of([x.shape], dtype) if room is None else room).take(x.shape, dtype)
+        return copied(x.T, dtype).T
+    out = empty(x.shape, dtype)
     if turned:
         _turn(x.T, out)
     else:
