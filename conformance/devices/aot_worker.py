@@ -56,10 +56,10 @@ device_description_str: "NVIDIA H200"
 """
 # Wide enough that every product is one that a device's units are made for, small enough to compile in seconds.
 MODEL = ModelConfig(
-    vocab=1024, width=256, heads=2, kv_heads=1, layers=1, max_length=128, positions="rotary", norm="rms",
+    vocab=256, width=128, heads=2, kv_heads=1, layers=1, max_length=64, positions="rotary", norm="rms",
     activation="swiglu", attention_bias=False, ffn_bias=False,
 )  # fmt: skip
-ROWS, LENGTH = 8, 128
+ROWS, LENGTH = 8, 64
 
 
 def devices(platform: str, count: int) -> list[Any]:

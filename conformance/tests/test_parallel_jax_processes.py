@@ -136,7 +136,7 @@ def test_whenever_a_process_is_killed_the_others_say_so_and_what_was_saved_last_
     command = [sys.executable, str(HERE / "parallel_jax.py"), str(tmp_path / "out.json"), "1", job]
     more = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
     said = killed_at_random(command, more, folder, seed)
-    assert "of 2 waited for another one that has gone or did not answer, at update" in said
+    assert "of 2 waited for another one that has gone" in said and "at update" in said
     import core_numpy as C
 
     trainer = C.Trainer.load(folder)

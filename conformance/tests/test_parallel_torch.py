@@ -201,7 +201,7 @@ def test_whenever_a_process_is_killed_the_others_say_so_and_what_was_saved_last_
     job = json.dumps({"do": "until", "parallel": {"fsdp": 2}, "folder": str(folder)})
     command = [sys.executable, str(HERE / "parallel_torch.py"), str(tmp_path / "out.json"), job]
     said = killed_at_random(command, {"MASTER_ADDR": "localhost"}, folder, seed)
-    assert "of 2 waited for another one that has gone or did not answer, at update" in said
+    assert "of 2 waited for another one that has gone" in said and "at update" in said
     import backend_torch as B
 
     trainer = B.Trainer.load(folder)
