@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,9 +149,11 @@ class ParallelTrainer(Trainer):
         """Say what a broken connection means: a collective's own words name sockets."""
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        # JAX raises a collective's failure as a ValueError where it comes up while the program is called.
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
             text = str(error)
-            if jax.process_count() == 1 or not any(word in text for word in BROKEN):
+            status = isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", text)
+            if jax.process_count() == 1 or not status or not any(word in text for word in BROKEN):
                 raise
             raise ConnectionError(
                 f"process {jax.process_index()} of {jax.process_count()} waited for another one that has gone or did "

@@ -94,6 +94,22 @@ def test_wrong_arguments_of_connect_are_refused(arguments, error, words, initial
     assert not initialised
 
 
+def test_a_broken_connection_is_said_whatever_jax_raises_and_a_wrong_argument_stays_one(monkeypatch):
+    from backend_jax.parallel import ParallelTrainer
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    trainer = object.__new__(ParallelTrainer)
+    trainer.updates = 3
+    words = "UNKNOWN: Gloo AllGather failed: [pair.cc:538] Read error: Connection reset by peer"
+    for error in (ValueError(words), jax.errors.JaxRuntimeError(words)):
+        said = r"process 0 of 2 waited for another one that has gone.*update 4"
+        with pytest.raises(ConnectionError, match=said), trainer._answered():
+            raise error
+    with pytest.raises(ValueError, match="^tokens must be"), trainer._answered():
+        raise ValueError("tokens must be integers; got Gloo")
+
+
 def start(count: int, job: dict, out: Path, port: int, rank: int, devices: int = 1) -> subprocess.Popen:
     environment = {
         **os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
