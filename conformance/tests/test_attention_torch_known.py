@@ -254,3 +254,52 @@ def test_no_more_forms_are_kept_than_said(monkeypatch):
         assert attention(q, k, v).shape == q.shape
         attention(q, k, v, scale=1.0)
         assert 1 <= len(known._known) <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("scale", (0.5, 2.0, 0.0, -1.0)),
+        ("softcap", (0.5, 3.0)),
+        ("window", ((1, 0), (2, 0), (0, 1), (None, 1), (1, None))),
+        ("q_offset", (0, 1, -2)),
+        ("causal", (False, True)),
+    ],
+)
+def test_two_numbers_of_one_type_are_two_forms(name, values):
+    q, k, v = _qkv()
+    arrays = [to_numpy(x) for x in (q, k, v)]
+    more = {"causal": True} if name == "q_offset" else {}
+    for _ in range(2):
+        for value in values:
+            for call, reference in (
+                (attention, core_numpy.attention),
+                (
+                    lambda *x, **more: attention_with_lse(*x, **more)[1],
+                    lambda *x, **more: core_numpy.attention_with_lse(*x, **more)[1],
+                ),
+            ):
+                found = call(q, k, v, **more, **{name: value})
+                expected = reference(*arrays, **more, **{name: value})
+                np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_kernel_and_what_is_asked_of_it_are_part_of_a_form():
+    q, k, v = _qkv()
+    with pytest.raises(RuntimeError, match="kernel='sdpa' has no second derivative"):
+        _twice(lambda q: attention(q, k, v), q)
+    for _ in range(2):
+        attention(q, k, v, kernel="sdpa")
+        assert _twice(lambda q: attention(q, k, v, kernel="dense"), q).isfinite().all()
+        out, lse = attention_with_lse(q, k, v)
+        assert torch.equal(out, attention_with_lse(q, k, v)[0]) and lse.shape == (2, 4, 5)
+        with pytest.raises(ValueError, match="kernel='flex' cannot serve"):
+            attention(q, k, v, kernel="flex")
+        with pytest.raises(ValueError, match="kernel must be"):
+            attention(q, k, v, kernel="none")
+
+
+def _twice(f, x):
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)[0]
