@@ -275,3 +275,18 @@ def test_a_call_is_recomputed_as_it_was_the_first_of_its_form_too(change):
     out = checkpoint(attention, *given, causal=True, use_reentrant=False, **change)
     for x, y in zip(torch.autograd.grad(out.sum(), given), plain, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_keys_after_the_last_query_stay_hidden_in_every_call():
+    for queries, keys in ((5, 7), (T, 80)):
+        for sinks in (None, _leaf(8)):
+            q, k, v = _qkv(T=queries, S=keys)
+            with torch.no_grad():
+                k[:, :, queries:], v[:, :, queries:] = math.nan, math.inf
+            for _ in range(3):
+                out = attention(q, k, v, causal=True, q_offset=0, sinks=sinks)
+                assert out.isfinite().all()
+                for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+                    assert gradient.isfinite().all()
+                with torch.no_grad():
+                    assert attention(q, k, v, causal=True, q_offset=0, sinks=sinks).isfinite().all()
