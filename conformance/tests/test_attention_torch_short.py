@@ -206,7 +206,10 @@ def test_one_length_of_every_value_means_what_the_formula_means():
                 attention(q, k, v, kv_lengths=torch.tensor([length]), causal=causal, q_offset=0)
 
 
-@pytest.mark.parametrize(("size", "ways"), [(20, ("biased", "kept")), (T, ("kept", "kept")), (260, ("biased", "kept"))])
+@pytest.mark.parametrize(
+    ("size", "ways"),
+    [(20, ("biased", "kept")), (64, ("kept", "kept")), (T, ("kept", "kept")), (260, ("biased", "kept"))],
+)
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_bias_that_hides_keys_or_empties_rows_goes_the_long_way(size, ways, learned):
     leaves = q, k, v = _qkv(T=size, S=size, D=2)
@@ -216,12 +219,13 @@ def test_a_bias_that_hides_keys_or_empties_rows_goes_the_long_way(size, ways, le
     empties[:, 5, 2] = -math.inf
     keeps_last[..., :-1, 3] = -math.inf
     few = 8 * size * size >= FEW
-    for _ in range(2):
+    # Hidden: NaN and inf, and what is a number in the output and none in the gradient.
+    for hidden in ((math.nan, math.inf), (1.0, 1.7e308)):
         for given in (bias, empties, keeps_last, hides):
             term = given.clone().requires_grad_(learned)
             if given is hides:
                 leaves = [x.detach().clone() for x in (q, k, v)]
-                leaves[1][:, :, 3], leaves[2][:, :, 3] = math.nan, math.inf
+                leaves[1][:, :, 3], leaves[2][:, :, 3] = hidden
                 leaves = [x.requires_grad_() for x in leaves]
             out = attention(*leaves, bias=term)
             if few or not learned:
