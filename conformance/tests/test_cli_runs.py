@@ -1,7 +1,10 @@
 """Runs of the command line that stop, move and go on, on a stand-in backend: what is kept and what is measured."""
 
+import errno
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,8 @@ from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.cli import main
 from core_numpy.contract.data import evaluation_batches
 from core_numpy.contract.run_log import read_curve
+
+ERRNO = {"File exists": errno.EEXIST, "Not a directory": errno.ENOTDIR}
 
 
 @pytest.fixture
@@ -97,3 +102,41 @@ def test_a_damaged_run_json_is_named(stand_in, capsys, damage):
     for verb in (["evaluate"], ["train", "--steps", "4"]):
         assert main(stand_in, [*verb, "--resume", "runs/numpy-tiny"]) == 2
         assert re.search(r"error: \S*numpy-tiny/run\.json is damaged", capsys.readouterr().err)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence_with_its_name(stand_in, capsys):
+    for out, why in (("text.txt", "File exists"), ("text.txt/run", "Not a directory")):
+        assert main(stand_in, [*RUN, "--steps", "2", "--out", out]) == 2
+        assert capsys.readouterr().err == f"error: [Errno {ERRNO[why]}] cannot make the run's folder {out}: {why}\n"
+
+
+def test_a_disk_that_may_only_be_read_is_said_once(stand_in, capsys, monkeypatch):
+    assert main(stand_in, [*RUN, "--steps", "2"]) == 0
+    capsys.readouterr()
+
+    def refuse(number):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert main(stand_in, ["train", "--resume", "runs/numpy-tiny", "--steps", "4"]) == 2
+    assert re.fullmatch(
+        r"error: \[Errno 30\] cannot write \S*run\.json: Read-only file system\n", capsys.readouterr().err
+    )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("file", ["log.jsonl", "validation.jsonl"])
+def test_a_log_that_finds_no_room_is_named(stand_in, capsys, file):
+    out = Path("here")
+    out.mkdir()
+    (out / file).symlink_to("/dev/full")
+    assert main(stand_in, [*RUN, "--steps", "3", "--checkpoint-every", "2", "--out", str(out)]) == 2
+    assert f"cannot write here/{file}: No space left on device" in capsys.readouterr().err
+    if file == "validation.jsonl":  # the updates are safe by then
+        assert read_checkpoint(out).step == 3
+
+
+def test_a_run_that_could_not_be_saved_does_not_begin(stand_in, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    assert main(stand_in, [*RUN, "--steps", "3"]) == 3
+    assert "this needs the package safetensors" in capsys.readouterr().err and not Path("runs").exists()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,24 +28,29 @@ class RunLog:
 
     def measured(self, row: Mapping[str, Any]) -> None:
         self._add(self._measured, row, "validation")
-        self._measured.flush()
+        with _named(self._measured):
+            self._measured.flush()
 
     def _add(self, file: TextIO, row: Mapping[str, Any], tag: str) -> None:
-        file.write(json.dumps({**row, "backend": self.name}) + "\n")
+        with _named(file):
+            file.write(json.dumps({**row, "backend": self.name}) + "\n")
         if self._events is not None:
             self._events(row, tag)
 
     def flush(self) -> None:
-        self._updates.flush()
+        with _named(self._updates):
+            self._updates.flush()
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._updates.close()
-        self._measured.close()
-        if self._events is not None:
-            self._events(None, "")
+        with ExitStack() as all_of_them:  # whichever of them cannot be written to
+            if self._events is not None:
+                all_of_them.callback(self._events, None, "")
+            for file in (self._measured, self._updates):
+                all_of_them.enter_context(_named(file))
+                all_of_them.callback(file.close)
 
 
 def read_curve(path: Path) -> list[tuple[int, float]]:
@@ -65,6 +71,15 @@ def read_curve(path: Path) -> list[tuple[int, float]]:
             raise ValueError(f"{path} is damaged: line {number} has no whole number `step` and no number `loss`")
         rows[step] = float(loss)
     return sorted(rows.items())
+
+
+@contextmanager
+def _named(file: TextIO) -> Iterator[None]:
+    """An error of the disk says which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {file.name}: {error.strerror}") from error
 
 
 def _append(path: Path) -> TextIO:

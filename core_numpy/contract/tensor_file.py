@@ -223,10 +223,11 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     temporary = temporary_name(path)
     try:
         _write_pieces(path, temporary, pieces)
-        os.replace(temporary, path)
-        flush_directory(path.parent)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+        try:
+            os.replace(temporary, path)
+            flush_directory(path.parent)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
     finally:
         # Gone after the rename; still there where something was raised.
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ from .progress import Progress, bits_per_byte
 from .run_log import UPDATES, VALIDATION, RunLog, read_curve
 from .settings import Settings, master, merge, placed, read_run, run_folder, source_of, stored_settings
 from .source import Source, open_source
-from .tensor_file import write_whole
+from .tensor_file import require_package, write_whole
 
 # Enough for a mean that moves by less than 0.01 from one draw of windows to another, and seconds on a CPU.
 EVALUATION_BATCHES = 64
@@ -128,6 +128,7 @@ def begin(
     settings = merge(defaults, given)
     if settings.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {settings.steps}")
+    require_package("safetensors.numpy")  # for the checkpoints: not to be missed after a hundred updates
     source = open_source(settings.text, settings.data)
     train, validation = split(source.tokens, length=settings.length)
     # Everything that can be refused is refused before the folder is made.
@@ -198,7 +199,7 @@ def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device:
 def run(session: Session, *, every: int, as_json: bool, plain: bool, evaluate_every: int | None = None) -> int:
     """Update until `steps`, then evaluate and save. Ctrl-C finishes the update in hand, saves and says where: 130."""
     settings, out, trainer, steps = session.settings, session.out, session.trainer, session.settings.steps
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     described = {**dataclasses.asdict(settings), "digest": session.source.digest, "backend": session.name}
     write_whole(out / "run.json", json.dumps(described, indent=1).encode())
     stream = batches(
@@ -299,6 +300,13 @@ def _interruptible() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot make the run's folder {out}: {error.strerror}") from error
 
 
 def _new_folder(out: Path | None, name: str) -> Path:
