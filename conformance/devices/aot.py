@@ -23,8 +23,8 @@ from typing import Any
 from ..race.process import package_environment
 from .rows import Row
 
-# Seconds for one program. A whole step for one TPU chip takes three to four minutes of one core, everything else less
-# than one; on a machine that many share, as long as it takes to get that.
+# Seconds for one program. The step takes 13 s of one core for a TPU chip, everything else less; on a machine that many
+# share, as long as it takes to get that.
 TIMEOUT = 1800.0
 
 

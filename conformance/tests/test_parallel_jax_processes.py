@@ -106,7 +106,7 @@ def test_a_broken_connection_is_said_whatever_jax_raises_and_a_wrong_argument_st
         said = r"process 0 of 2 waited for another one that has gone.*update 4"
         with pytest.raises(ConnectionError, match=said), trainer._answered():
             raise error
-    with pytest.raises(ValueError, match="^tokens must be"), trainer._answered():
+    with pytest.raises(ValueError, match=r"^tokens must be"), trainer._answered():
         raise ValueError("tokens must be integers; got Gloo")
 
 
