@@ -232,7 +232,9 @@ class Transformer(Stack):
         model = cls(source.config, dtype=dtype, device="meta")
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type == "cpu":
-            _take(model, source, dtype)
+            kind = numpy_dtype(dtype)
+            for name in named(model):
+                _place(model, name, source.read(name), kind)
         else:
             materialise(model, device)
             with torch.no_grad():
@@ -350,20 +352,18 @@ class Transformer(Stack):
         return self.decoder if self.config.kind == "encoder_decoder" else self
 
 
-def _take(model: Transformer, source: Pretrained, dtype: str) -> None:
-    """Give a model without memory its parameters, each with a storage of its own: the file's or its own."""
-    kind = numpy_dtype(dtype)
-    for name in named(model):
-        owner, _, leaf = name.rpartition(".")
-        x = turn(model, name, source.read(name))
-        if serves(x, kind):
-            value = borrow(x)
-        elif x.flags.c_contiguous:
-            # torch converts faster than NumPy, and turns matrices more slowly.
-            value = borrow(empty(x.shape, kind)).copy_(borrow(x))
-        else:
-            value = borrow(copied(x, kind))
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+def _place(model: Transformer, name: str, x: np.ndarray, kind: np.dtype) -> None:
+    """Make x, canonical, a parameter of a model without memory: the file's own memory or memory of the parameter's."""
+    owner, _, leaf = name.rpartition(".")
+    x = turn(model, name, x)
+    if serves(x, kind):
+        value = borrow(x)
+    elif x.flags.c_contiguous:
+        # torch converts faster than NumPy, and turns matrices more slowly.
+        value = borrow(empty(x.shape, kind)).copy_(borrow(x))
+    else:
+        value = borrow(copied(x, kind))
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
 
 
 def pool(x: Tensor, how: str, kv_lengths: Tensor | None, segments: Tensor | None) -> Tensor:

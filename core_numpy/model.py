@@ -92,12 +92,10 @@ class Transformer(Module):
         source = Pretrained(folder)
         cls.refuse(source.config, 0, dtype, device, model=True)
         kind = dtype_of(dtype)
-
-        def value(name: str) -> np.ndarray:
+        values = {}
+        for name in source.shapes:
             x = source.read(name)
-            return x if serves(x, kind, order="K") else copied(x, kind, order="K")
-
-        values = {name: value(name) for name in source.shapes}
+            values[name] = x if serves(x, kind, order="K") else copied(x, kind, order="K")
         model = cls.__new__(cls)
         model.assemble(source.config, values, dtype)
         model.family = source.family
