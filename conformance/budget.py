@@ -105,7 +105,9 @@ def attention_bounds(
             kept = terms.kept
             error = (kept * (dp + lost)) @ size + INNER * np.sqrt(S + 2.0) * u * ((kept * terms.p) @ size)
             # Inputs and results below the smallest normal number may be read and given as 0.
-            error = error + np.where(error > 0, 2.0 * TINY[accumulation(dtype)] * (1.0 + _row(kept * terms.p)), 0.0)
+            # Asked of the values, not of the error: that of the smallest values is itself lost in float64.
+            reached = (kept * seen) @ (size > 0) > 0
+            error = error + np.where(reached, 2.0 * TINY[accumulation(dtype)] * (1.0 + _row(kept * terms.p)), 0.0)
             if dtype in ("float16", "bfloat16"):
                 # Kernels for half types store the weights in the half type before the second product: a relative
                 # error each, and below the smallest normal number an absolute one.

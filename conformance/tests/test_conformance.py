@@ -121,6 +121,13 @@ def test_the_budget_of_weights_does_not_know_of_dropout():
         assert all((bound > 0).all() for bound in with_it.gradient_bounds.values())
 
 
+def test_values_below_the_smallest_normal_number_may_be_lost_in_float64_too():
+    draw = np.random.Generator(np.random.Philox(2))
+    q, k, v = (draw.standard_normal((5, 4)) * scale for scale in (1.0, 1.0, 2.0**-1024))
+    bound = oracle.expected("one", "attention", {"q": q, "k": k, "v": v}, [], "float64").bounds["out"]
+    assert (bound > 2.0**-1022).all() and (bound < 2.0**-1018).all()
+
+
 def test_one_wrong_element_in_a_million_is_seen():
     want = np.ones(10**6)
     got = want.copy()
