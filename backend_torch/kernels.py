@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from core_numpy.contract.checks.attention import AttentionPlan
 from core_numpy.contract.checks.kernels import Kernel, check_kernel, refuse_kernel
@@ -113,7 +114,9 @@ def _simple(c: Call) -> bool:
 
 def joins(c: Call) -> bool:
     """Whether sinks beside torch's fused kernel are all that there is, but for its flag: one piece, see `sinks`."""
-    return c.sinks is not None and c.see.bias is None and c.plan.softcap is None and _simple(c)
+    if c.sinks is None or c.see.bias is not None or c.plan.softcap is not None or forward_ad._current_level >= 0:
+        return False
+    return _simple(c)
 
 
 # Up to so many scores the formula is no slower than an own backward pass where a bias has a gradient, forward and

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from core_numpy.contract.checks.attention import AttentionPlan
@@ -53,8 +54,9 @@ def look(
     dropout_key: Any, kernel: Any,
 ) -> tuple[Form | None, Known | None]:  # fmt: skip
     """The form of a call, None where it has to be checked anew, and what is known of it. Not while torch traces."""
-    # Under a transform shapes are those of one element; under a dispatch mode tensors may have no values.
-    if dropout_key is not None or _transforms() is not None or _dispatched():
+    # Under a transform shapes are those of one element; under a dispatch mode tensors may have no values; forward mode
+    # asks for operations that have one.
+    if dropout_key is not None or _transforms() is not None or _dispatched() or forward_ad._current_level >= 0:
         return None, None
     try:
         at = type(q_offset)

@@ -294,3 +294,21 @@ def test_keys_after_the_last_query_stay_hidden_in_every_call():
                     assert gradient.isfinite().all()
                 with torch.no_grad():
                     assert attention(q, k, v, causal=True, q_offset=0, sinks=sinks).isfinite().all()
+
+
+# Torch's own forward mode scripts functions when it is first used.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("size", [17, T])
+def test_few_scores_have_forward_mode(size):
+    q, k, v = _qkv(T=size, S=size, gradient=False)
+    step = torch.linspace(-1, 1, q.numel(), dtype=q.dtype).reshape(q.shape)
+    ways = [{"kernel": "dense"}, {"softcap": 2.0}, {"sinks": torch.zeros(8, dtype=q.dtype)}]
+    for more in [*ways, *([{}] if size == T else [])]:
+        for _ in range(2):
+            attention(q, k, v, causal=True, **more)
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(q, step)
+                out = attention(dual, k, v, causal=True, **more)
+                found = torch.autograd.forward_ad.unpack_dual(out).tangent
+            ahead, behind = (attention(q + e * step, k, v, causal=True, **more) for e in (1e-6, -1e-6))
+            torch.testing.assert_close(found, (ahead - behind) / 2e-6, rtol=1e-6, atol=1e-8)
