@@ -102,7 +102,10 @@ def plan(rows: int = 4, length: int = 4096, device: Device | None = None) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m conformance.plan", description="A 7-billion model on H200s.")
+    name = "python -m conformance.plan"
+    parser = Parser(
+        prog=name, description="A 7-billion model on H200s.", epilog=f"example: {name} --rows 2 --length 8192"
+    )
     parser.add_argument("--rows", type=int, default=4, help="rows on each device (default 4)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row (default 4096)")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")

@@ -68,7 +68,9 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], seconds: float) -> tuple[
 
 def command(doc: str | None, prog: str, cases: Iterable[str], arguments: list[str] | None) -> argparse.Namespace:
     """The command line that both commands have."""
-    parser = Parser(prog=f"python -m conformance.race.{prog}", description=(doc or "").split("\n")[0])
+    name = f"python -m conformance.race.{prog}"
+    example = f"example: {name} 512 2048 --case causal"
+    parser = Parser(prog=name, description=(doc or "").split("\n")[0], epilog=example)
     parser.add_argument("lengths", type=int, nargs="*", help=f"lengths ({' '.join(map(str, LENGTHS))})")
     parser.add_argument("--case", action="append", metavar="TEXT", help=f"only cases with it: {', '.join(cases)}")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case in each mode (2)")

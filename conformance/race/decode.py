@@ -151,7 +151,10 @@ def measure(size: str, batch: int, prompt: int, new: int, rounds: int) -> list[d
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(prog="python -m conformance.race.decode", description=(__doc__ or "").split("\n")[0])
+    name = "python -m conformance.race.decode"
+    parser = Parser(
+        prog=name, description=(__doc__ or "").split("\n")[0], epilog=f"example: {name} --size small --batch 4"
+    )
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch", type=int, default=1, help="texts at once (1)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (128)")

@@ -157,7 +157,10 @@ def measure(families: tuple[str, ...], megabytes: int, rounds: int) -> list[dict
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(prog="python -m conformance.race.loading", description=(__doc__ or "").split("\n")[0])
+    name = "python -m conformance.race.loading"
+    parser = Parser(
+        prog=name, description=(__doc__ or "").split("\n")[0], epilog=f"example: {name} --family gpt2 --rounds 3"
+    )
     parser.add_argument("--megabytes", type=int, default=200, help="size of the file (200)")
     parser.add_argument("--family", choices=FAMILIES, help="one of the two files (both)")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each contestant (5)")
