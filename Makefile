@@ -8,6 +8,7 @@ EXTRAS ?= all,dev
 
 # The stamp is written last, so that an install that was interrupted starts again.
 $(VENV)/installed-%: pyproject.toml constraints.txt
+	@echo "installing the packages of [$*] into $(VENV): once, some minutes without a word"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$*]"
 	touch "$@"
@@ -63,4 +64,4 @@ release:
 	cd dist && sha256sum *
 
 clean:
-	rm -rf $(VENV) $(VENV)-nox $(VENV)-audit $(VENV)-release .coverage* demo build dist docs/_build
+	rm -rf $(VENV) $(VENV)-nox $(VENV)-audit $(VENV)-release .coverage* .hypothesis .pytest_cache .mypy_cache .ruff_cache demo build dist docs/_build

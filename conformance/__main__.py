@@ -57,6 +57,9 @@ TARGETS_HELP = (
     "what to judge: a module, module:object, an entry point of group conformance.targets, "
     "a peer (conformance peers --list), or 'command:PROGRAM {inputs} {outputs}'; default: our three packages"
 )
+DEVICE_HELP = (
+    "where targets of torch and JAX compute: cpu, cuda, cuda:1, ...; default: torch on the CPU, JAX's own choice"
+)
 
 
 def _run_parser() -> argparse.ArgumentParser:
@@ -77,6 +80,7 @@ def _run_parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="hold each failing target against every known fault, a minute each; default: with --html",
     )
+    parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     parser.add_argument("--jobs", type=int, metavar="N", help="targets judged at a time; default: one per core")
     parser.add_argument(
         "--timeout",
@@ -97,12 +101,19 @@ def _run_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
+    from .workers import on_device
+
+    options = _run_parser().parse_args(argv)
+    with on_device(options.device):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from . import deviations, summary
     from .runner import ABSENT, FAILED
     from .suites import suite_timeout
-    from .workers import TIMEOUT, cores, judge_targets, selected
+    from .workers import TIMEOUT, cores, judge_targets, no_case, selected
 
-    options = _run_parser().parse_args(argv)
     timeout = suite_timeout(options.suite, TIMEOUT) if options.timeout is None else options.timeout
     if not timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {timeout:g}")
@@ -112,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
         return _fuzz(options, timeout)
     cases = selected(options.level, options.case, options.suite)
     if not cases:
-        raise ValueError(f"no case has {options.case!r} in its id, and no function has that name")
+        raise no_case(options.case, options.level, options.suite)
     if options.list:
         for case in cases:
             print(f"{case.id:44} {case.function:22} {', '.join(case.rules)}")
@@ -138,7 +149,8 @@ def run(argv: Sequence[str]) -> int:
     called = {name: judged[name][0][0].target if judged[name][0] else name for name in names}
     facts = {called[name]: judged[name][1] for name in names}
     if options.json != "-":
-        summary.print_run(results, facts)
+        reasons = {case.id: f"{', '.join(case.rules)}: {case.why}" for case in cases if getattr(case, "why", "")}
+        summary.print_run(results, facts, reasons=reasons)
     said = {name: " ".join(str(error).split()) for name, error in unusable.items()}
     document = summary.document(results, facts, options.level, options.suite, said)
     if options.diagnose or (options.diagnose is None and options.html):
@@ -200,6 +212,17 @@ def _verb(name: str) -> Callable[[Sequence[str]], int]:
     return module.main
 
 
+def _mistyped(word: str) -> str | None:
+    """The verb that a first word was meant to be which is near one and names nothing that could be judged."""
+    import difflib
+    from importlib import machinery, metadata
+
+    near = difflib.get_close_matches(word, VERBS, 1, cutoff=0.75) if word.isidentifier() else []
+    if not near or machinery.PathFinder.find_spec(word, [os.getcwd(), *sys.path]) is not None:
+        return None
+    return None if metadata.entry_points(group="conformance.targets", name=word) else near[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; errors are one line on standard error unless --debug."""
     from core_numpy.contract import __version__
@@ -215,6 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     named = bool(arguments) and arguments[0] in VERBS
     name = arguments.pop(0) if named else "run"
+    meant = None if named or not arguments else _mistyped(arguments[0])
+    if meant:  # before the words behind it are taken for targets and judged
+        print(f"conformance: there is no verb {arguments[0]}, and no target; did you mean {meant}?", file=sys.stderr)
+        return 2
     absent = [module for module in TOOLS if importlib.util.find_spec(module) is None]
     if absent:  # said before the work, not after it
         needs = f"conformance {name}: needs {', '.join(absent)}: pip install 'attention-conformance[tools]'"

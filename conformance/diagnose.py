@@ -30,7 +30,7 @@ from .observations import Arrays, Row, bounds_of, cases_of, distance, look_at, o
 from .progress import Bar
 from .reference import reference
 from .targets.protocol import Target
-from .workers import THREADS
+from .workers import THREADS, no_case, on_device
 from .workers import TIMEOUT as CALL_TIMEOUT
 from .zoo.catching import touched
 from .zoo.every import all_faults
@@ -278,6 +278,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("target", help="a module, as for `conformance run`")
     parser.add_argument("--level", default="quick", choices=rows.LEVELS)
     parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
+    parser.add_argument("--device", metavar="DEVICE", help="where a target of torch or JAX computes: cpu, cuda, ...")
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON; - for standard output")
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", default=CALL_TIMEOUT,
@@ -287,10 +288,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {options.timeout:g}")
-    with remembering():
+    if not cases_of(options.level, options.case):
+        raise no_case(options.case, options.level, what="no case that shows in numbers")
+    with on_device(options.device), remembering():
         name, judged, seen, lost = _looked(options)
         if not judged and not lost:
-            raise ValueError(f"{options.target} offers nothing that a case could judge")
+            raise ValueError(f"{options.target} offers nothing that these cases ask for")
         failing = [row.case.id for row in judged if row.failed]
         guesses = explain(judged, seen, Bench()) if failing else []
     failing += lost

@@ -17,7 +17,7 @@ from .memory import remembered
 from .models import ModelCase
 from .reference import reference
 from .rows import Case
-from .runner import ABSENT, FAILED, Result, _lse_dtype, arguments_of, as_offered, run_case
+from .runner import ABSENT, FAILED, Result, arguments_of, as_offered, lse_dtype, run_case
 from .targets.protocol import NotOffered, Target
 
 Arrays = dict[str, np.ndarray]
@@ -163,7 +163,7 @@ def _expected(case: Case, given: dict[str, Any], dtype: str) -> oracle.Expected:
 
 def _cotangents(case: Case, given: dict[str, Any], dtype: str) -> Arrays:
     found = _expected(case, given, dtype).cotangents
-    return {name: rounded(x, _lse_dtype(dtype) if name == "lse" else dtype) for name, x in found.items()}
+    return {name: rounded(x, lse_dtype(dtype) if name == "lse" else dtype) for name, x in found.items()}
 
 
 def bounds_of(row: Row) -> Arrays:

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import budget
 from .functions import ATTENTION, FUNCTIONS
-from .inputs import generator
+from .inputs import generator, rounded, widened
 from .magnitudes import magnitudes
 from .memory import remembered
 from .reference import Arrays, call, native, pull_back, reference
@@ -36,16 +36,25 @@ def expected(case_id: str, function: str, arguments: dict[str, Any], wrt: list[s
 
 
 def _expected(case_id: str, function: str, arguments: dict[str, Any], wrt: list[str], dtype: str) -> Expected:
-    from .inputs import rounded, widened
-
     results = call(function, arguments)
-    cotangents = {}
-    if wrt:
-        for name, value in results.items():
-            shape = value.shape
-            cotangents[name] = widened(rounded(generator(case_id, f"grad {name}").standard_normal(shape), dtype))
-        if "lse" in cotangents:  # a dead query has lse -inf and no gradient
-            cotangents["lse"] = np.where(np.isfinite(results["lse"]), cotangents["lse"], 0.0)
+    return bounded(function, arguments, results, wrt, drawn(case_id, results, dtype) if wrt else {}, dtype)
+
+
+def drawn(case_id: str, results: Arrays, dtype: str) -> Arrays:
+    """Cotangents for the results, rounded to the run's dtype and widened again."""
+    cotangents = {
+        name: widened(rounded(generator(case_id, f"grad {name}").standard_normal(value.shape), dtype))
+        for name, value in results.items()
+    }
+    if "lse" in cotangents:  # a dead query has lse -inf and no gradient
+        cotangents["lse"] = np.where(np.isfinite(results["lse"]), cotangents["lse"], 0.0)
+    return cotangents
+
+
+def bounded(
+    function: str, arguments: dict[str, Any], results: Arrays, wrt: list[str], cotangents: Arrays, dtype: str
+) -> Expected:
+    """The results with their bounds, and the gradients that belong to these cotangents."""
     if FUNCTIONS[function].exact:
         return Expected(results, {}, {}, {}, {})
     if function in ATTENTION:

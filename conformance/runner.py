@@ -225,8 +225,9 @@ def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -
     given = arguments_of(case, dtype, kernel)
     exact = {name: widened(x) for name, x in given.items() if name != "kernel"}
     want = oracle.expected(case.id, case.function, exact, list(case.gradients), dtype)
+    dtypes = result_dtypes(case.function, case.arguments, dtype)
     first = _call(target, case, given)
-    _compare(tally, "", first, want.results, want.bounds, result_dtypes(case, dtype), case.tolerance)
+    compare(tally, "", first, want.results, want.bounds, dtypes, case.tolerance)
     if dtype in HALF and case.function in ("attention", "attention_with_lse"):
         from .plainly import check_beside_plain, plain_output  # which stands on the zoo, and that on this
 
@@ -234,12 +235,10 @@ def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -
         check_beside_plain(tally, first["out"], want.results["out"], plain, dtype)
     if target.framework != "jax" and dtype == "float32":
         got = _call(target, case, given, strided=True)
-        _compare(tally, "strided ", got, want.results, want.bounds, result_dtypes(case, dtype), case.tolerance)
+        compare(tally, "strided ", got, want.results, want.bounds, dtypes, case.tolerance)
     if not case.gradients:
         return
-    cotangents = {
-        name: rounded(x, _lse_dtype(dtype) if name == "lse" else dtype) for name, x in want.cotangents.items()
-    }
+    cotangents = {name: rounded(x, lse_dtype(dtype) if name == "lse" else dtype) for name, x in want.cotangents.items()}
     try:
         got = target.gradients(case.function, given, list(case.gradients), cotangents)
     except ValueError as error:
@@ -248,19 +247,19 @@ def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -
     except NotOffered as absent:  # what it returned is judged all the same
         tally.lacking = "; ".join(filter(None, (tally.lacking, f"gradients not offered: {absent}")))
         return
-    _compare(tally, "gradient of ", got, want.gradients, want.gradient_bounds, {}, case.tolerance)
+    compare(tally, "gradient of ", got, want.gradients, want.gradient_bounds, {}, case.tolerance)
 
 
-def _lse_dtype(dtype: str) -> str:
+def lse_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def result_dtypes(case: Case, dtype: str) -> dict[str, str]:
+def result_dtypes(function: str, arguments: dict[str, Any], dtype: str) -> dict[str, str]:
     """The dtype that each result must have, where the contract fixes it by the run's dtype."""
-    if case.function in ATTENTION:
-        return {name: _lse_dtype(dtype) if name == "lse" else dtype for name in FUNCTIONS[case.function].results}
-    if case.function == "mask_to_bias":
-        return {"bias": case.arguments["dtype"]}
+    if function in ATTENTION:
+        return {name: lse_dtype(dtype) if name == "lse" else dtype for name in FUNCTIONS[function].results}
+    if function == "mask_to_bias":
+        return {"bias": arguments["dtype"]}
     follows = (
         "layer_norm",
         "rms_norm",
@@ -273,10 +272,10 @@ def result_dtypes(case: Case, dtype: str) -> dict[str, str]:
         "embed",
         "relative_bias",
     )
-    return {"out": dtype, "bias": dtype} if case.function in follows else {}
+    return {"out": dtype, "bias": dtype} if function in follows else {}
 
 
-def _compare(
+def compare(
     tally: Tally,
     prefix: str,
     got: dict[str, np.ndarray],
@@ -285,6 +284,7 @@ def _compare(
     dtypes: dict[str, str],
     tolerance: float,
 ) -> None:
+    """Every array of `want`, within its bound or, where it has none, exactly; a tolerance joins, relative."""
     if list(got) != list(want):
         raise Disagreement(f"expected {list(want)}; got {list(got)}")
     for name, value in want.items():
@@ -312,7 +312,7 @@ def overflowed(value: np.ndarray, dtype: str) -> np.ndarray:
 def _equals(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -> None:
     assert case.equals is not None
     got = _call(target, case, arguments_of(case, dtype, kernel))
-    dtypes = result_dtypes(case, dtype)
+    dtypes = result_dtypes(case.function, case.arguments, dtype)
     for name, literal in case.equals.items():
         want = np.array(build(case.id, name, literal if isinstance(literal, dict) else {"values": literal}))
         check_kind(name, got[name], want.shape, dtypes.get(name))

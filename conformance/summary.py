@@ -164,8 +164,13 @@ def rows(results: Sequence[Result], target: str) -> list[dict[str, Any]]:
     return table
 
 
-def print_run(results: Sequence[Result], facts: dict[str, dict[str, Any]], failures: int = 20) -> None:
-    """A table per target, then the failures."""
+def print_run(
+    results: Sequence[Result],
+    facts: dict[str, dict[str, Any]],
+    failures: int = 20,
+    reasons: dict[str, str] | None = None,
+) -> None:
+    """A table per target, then the failures, each case with its reason: rules, and the fault it is there for."""
     from rich.console import Console
     from rich.table import Table
 
@@ -182,6 +187,7 @@ def print_run(results: Sequence[Result], facts: dict[str, dict[str, Any]], failu
             )  # fmt: skip
         console.print(table)
     wrong = [r for r in results if r.status == FAILED]
+    open_reasons = dict(reasons or {})  # of a case that fails in several dtypes once
     for r in wrong[:failures]:
         console.print(
             f"FAILED {r.target} {r.case} ({r.dtype}, {r.kernel}): {r.detail}",
@@ -189,6 +195,8 @@ def print_run(results: Sequence[Result], facts: dict[str, dict[str, Any]], failu
             markup=False,
             highlight=False,
         )
+        if reason := open_reasons.pop(r.case, ""):
+            console.print(f"       {reason}", style="dim", markup=False, highlight=False)
     if len(wrong) > failures:
         console.print(f"... and {len(wrong) - failures} more failures; --json FILE has them all")
     total = counts(results)

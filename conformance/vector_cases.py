@@ -91,7 +91,9 @@ def _vector(case: Case, dtype: str, case_id: str, given: dict[str, Any]) -> Vect
     want = oracle.expected(case.id, case.function, exact, list(case.gradients), dtype)
     cotangents = {name: rounded(x, _kind(name, dtype)) for name, x in want.cotangents.items()}
     asked, inputs = exchange.request(case.function, given, list(case.gradients), cotangents)
-    dtypes = {name: kind for name, kind in result_dtypes(case, dtype).items() if name in want.results}
+    dtypes = {
+        name: kind for name, kind in result_dtypes(case.function, case.arguments, dtype).items() if name in want.results
+    }
     vector = f"{case_id}.{dtype}"
     asked |= {
         "id": vector,

@@ -6,11 +6,12 @@ docs/vectors.md describes the folder. Its bytes depend on the cases and the refe
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .runner import FAILED, Result, judged
 from .space import select
 from .targets.protocol import NotOffered, Target
 from .vector_cases import model_vectors_of, vectors_of
-from .workers import lost_call
+from .workers import lost_call, no_case
 
 SCHEMA = exchange.SCHEMA
 MANIFEST = "vectors.json"
@@ -43,7 +44,7 @@ def write(folder: str | os.PathLike[str], level: str = "quick", pattern: str | N
     vectors = [vector for case in select(level, pattern) for vector in vectors_of(case)]
     vectors += [vector for model in select_models(level, pattern) for vector in model_vectors_of(model)]
     if not vectors:
-        raise ValueError(f"no case that vectors can hold has {pattern!r} in its id, and no function has that name")
+        raise no_case(pattern, level, what="no case that vectors can hold")
     for part in ("inputs", "expected"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     listed = []
@@ -147,10 +148,19 @@ def check(
     if not answers.is_dir():
         raise ValueError(f"{answers} is not a folder of answers")
     chosen = [e for e in manifest["vectors"] if not pattern or pattern in e["id"] or pattern == e["function"]]
+    if not chosen:
+        names = dict.fromkeys(entry[key] for entry in manifest["vectors"] for key in ("id", "function"))
+        near = difflib.get_close_matches(pattern or "", names, 3)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"no vector of {folder} has {pattern!r} in its id, and no function has that name{meant}")
     known = {f"{entry['id']}.safetensors" for entry in manifest["vectors"]}
-    found = {file.name for file in answers.iterdir() if file.name.endswith(".safetensors")}
+    # An answer under another suffix is none; what a program leaves beside its answers is nobody's business.
+    found = {file.name for file in answers.iterdir() if file.suffix == ".safetensors" or _vector(file.name, known)}
     if not found & {f"{entry['id']}.safetensors" for entry in chosen}:
-        raise ValueError(f"{answers} holds no answer: a file <id>.safetensors for each id of {folder / MANIFEST}")
+        misnamed = f"; {answer_no_vector(sorted(found - known), known)}" if found - known else ""
+        raise ValueError(
+            f"{answers} holds no answer: a file <id>.safetensors for each id of {folder / MANIFEST}{misnamed}"
+        )
     target = Target(None, answers.name or "answers")
     results = []
     for entry in chosen:
@@ -167,6 +177,22 @@ def check(
 
         results.append(judged(case, target, asked["dtype"], "auto", work))
     return results, sorted(found - known)
+
+
+def _vector(name: str, known: Iterable[str]) -> bool:
+    """Whether a file bears the name of a vector, whatever its suffix."""
+    return f"{name}.safetensors" in known or f"{name.rpartition('.')[0]}.safetensors" in known
+
+
+def answer_no_vector(strangers: Sequence[str], known: Iterable[str]) -> str:
+    """The sentence for files that answer no vector: the first ones, each with the name that it is near to."""
+    named = []
+    for name in strangers[:3]:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.8)
+        named.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    more = f" and {len(strangers) - 3} more" if strangers[3:] else ""
+    verb = "1 file answers" if len(strangers) == 1 else f"{len(strangers)} files answer"
+    return f"{verb} no vector: {', '.join(named)}{more}"
 
 
 def _check_answer(folder: Path, answers: Path, asked: dict[str, Any], tally: Tally) -> None:
@@ -198,8 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="conformance vectors",
         description="Cases as plain files, for implementations in any language; docs/vectors.md describes them.",
-        epilog="example: conformance vectors write vectors && ./my_kernel vectors answers && "
-        "conformance vectors check vectors answers",
+        epilog="example: conformance vectors write vectors; mkdir answers; for f in vectors/inputs/*.safetensors; do "
+        "./my_kernel $f answers/$(basename $f); done; conformance vectors check vectors answers",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     writing = verbs.add_parser(
@@ -229,16 +255,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"{len(manifest['vectors'])} vectors, {size / 1e6:.1f} MB, in {options.folder}")
         return 0
     results, strangers = check(options.folder, options.answers, options.case)
-    if strangers:
-        print(
-            f"conformance vectors: {len(strangers)} answers belong to no vector, {strangers[0]} first", file=sys.stderr
-        )
     facts = {results[0].target: {"vectors": len(results)}}
     if options.json != "-":
         summary.print_run(results, facts)
+    manifest = read_manifest(options.folder)
     if options.json:
-        level = read_manifest(options.folder)["level"]
-        summary.write_json(options.json, summary.document(results, facts, level))
+        summary.write_json(options.json, summary.document(results, facts, manifest["level"]))
+    if strangers:  # last, where it is seen
+        known = [f"{entry['id']}.safetensors" for entry in manifest["vectors"]]
+        print(f"conformance vectors: {answer_no_vector(strangers, known)}", file=sys.stderr)
     broken = [result for result in results if result.where == BROKEN]
     if broken:
         rest = f" ({len(broken)} broken; the others were judged)"

@@ -7,6 +7,7 @@ goes on with the next.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import mmap
 import multiprocessing
@@ -51,6 +52,21 @@ def quick_settings() -> dict[str, str]:
 
 
 @contextmanager
+def on_device(device: str | None) -> Iterator[None]:
+    """Where targets of torch and JAX compute, in the processes that are started inside; None: as it is."""
+    from .targets.loading import DEVICE
+
+    kept = os.environ.get(DEVICE)
+    if device is not None:
+        os.environ[DEVICE] = device
+    try:
+        yield
+    finally:
+        if device is not None:
+            os.environ.pop(DEVICE) if kept is None else os.environ.__setitem__(DEVICE, kept)
+
+
+@contextmanager
 def settings_of(level: str) -> Iterator[None]:
     """The environment in which the processes of a level are started; afterwards it is as it was."""
     settings = THREADS | (quick_settings() if level == "quick" else {})
@@ -80,6 +96,21 @@ def selected(level: str, pattern: str | None, suite: str | None = None) -> list[
     if suite is not None:
         return list(suites.load(suite).cases(level, pattern))
     return [*space.select(level, pattern), *models.select_models(level, pattern)]
+
+
+def no_case(pattern: str | None, level: str, suite: str | None = None, what: str = "no case") -> ValueError:
+    """The error for a pattern that selects nothing: with the level that has it, or with what it was meant to be."""
+    deepest = selected("exhaustive", None, suite)
+    deeper = [case.level for case in deepest if pattern and (pattern in case.id or pattern == case.function)
+              and getattr(case, "level", level) != level]  # fmt: skip
+    if deeper:
+        return ValueError(
+            f"{what} of level {level} has {pattern!r} in its id; level {deeper[0]} has: --level {deeper[0]}"
+        )
+    names = dict.fromkeys([*(case.id for case in deepest), *(case.function for case in deepest)])
+    near = [name for name in difflib.get_close_matches(pattern or "", names, 3) if not pattern or pattern not in name]
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    return ValueError(f"{what} has {pattern!r} in its id, and no function has that name{meant}")
 
 
 def results_of(case: Any, target: Any, level: str) -> Iterator[Result]:

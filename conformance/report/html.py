@@ -19,6 +19,8 @@ from .cases import anchor, case_entries, definitions, features
 FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
 # A page is read by people; the JSON document holds everything.
 MOST_FAILURES = 200
+# The failures that stand open above the tables; the others are folded.
+OPEN_FAILURES = 10
 CLOSEST = 10
 FIRST_UPDATES = 20
 
@@ -123,11 +125,12 @@ def count_cell(cell: Mapping[str, Any] | None, target: str, function: str, featu
 
 
 def conformance_section(document: Document) -> dict[str, Any]:
-    """Rows by function and by feature of attention, columns by target; failures; the closest calls of each target."""
+    """Failures; rows by function (those that nobody offers apart) and by feature of attention, columns by target; the
+    closest calls of each target."""
     targets = document.get("targets", {})
     cases = {name: list(found.get("cases", [])) for name, found in targets.items()}
     functions = list(dict.fromkeys(case.get("function", "") for found in cases.values() for case in found))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "function": function,
             "cells": [
@@ -136,6 +139,8 @@ def conformance_section(document: Document) -> dict[str, Any]:
         }
         for function in functions
     ]
+    for row in rows:
+        row["offered"] = any(cell and any(cell[kind] for kind in ("passed", FAILED, KNOWN)) for cell in row["cells"])
     known = definitions()
     of = {name: features(known.get(name)) for name in {c.get("id", "?") for found in cases.values() for c in found}}
 
@@ -158,8 +163,10 @@ def conformance_section(document: Document) -> dict[str, Any]:
         "targets": list(targets),
         "totals": [_counts(found) for found in cases.values()],
         "rows": rows,
+        "idle": sum(not row["offered"] for row in rows),
         "features": by_feature,
         "failures": failures[:MOST_FAILURES],
+        "open": OPEN_FAILURES,
         "more_failures": max(len(failures) - MOST_FAILURES, 0),
         "closest": closest,
         "cases": case_entries(targets),

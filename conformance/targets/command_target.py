@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -22,6 +24,17 @@ from .protocol import NotOffered, Target, strided_copy
 NOT_OFFERED = 3
 
 
+def ended(status: int) -> str:
+    """How a program ended: with a status, or by a signal, which a shell in between gives as 128 and its number."""
+    number = -status if status < 0 else status - 128
+    known = number in {int(one) for one in signal.Signals}
+    if status < 0 or (
+        known and number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL, signal.SIGBUS, signal.SIGFPE)
+    ):
+        return f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
+    return f"ended with {status}"
+
+
 class CommandTarget(Target):
     """ "command:PROGRAM {inputs} {outputs}": `{inputs}` is a safetensors file with the request beside it as .json."""
 
@@ -35,6 +48,11 @@ class CommandTarget(Target):
                 raise ImportError(
                     f"target {name!r} must have {place} among its arguments: command:PROGRAM {{inputs}} {{outputs}}"
                 )
+        if shutil.which(self.words[0]) is None and Path(self.words[0]).is_file():
+            program = self.words[0]
+            if os.path.dirname(program):
+                raise ImportError(f"target {name!r} cannot be run: {program} is not executable (chmod +x {program})")
+            raise ImportError(f"target {name!r} cannot be run: a program in the current folder is ./{program}")
         if shutil.which(self.words[0]) is None:
             raise ImportError(f"target {name!r} cannot be run: there is no program {self.words[0]}")
 
@@ -76,9 +94,7 @@ class CommandTarget(Target):
             if done.returncode == NOT_OFFERED:
                 raise NotOffered(said[0] if said else "the program says that it does not serve this call")
             if done.returncode != 0:
-                raise Disagreement(
-                    f"the program ended with {done.returncode}: {said[-1] if said else 'it said nothing'}"
-                )
+                raise Disagreement(f"the program {ended(done.returncode)}: {said[-1] if said else 'it said nothing'}")
             if not outputs.exists():
                 raise Disagreement("the program wrote no {outputs} file, and said that all went well")
             answer, _ = tensor_file.read_tensors(outputs)

@@ -15,9 +15,16 @@ class JaxTarget(Target):
     framework = "jax"
     compiles = True
 
+    def __init__(self, module: Any, name: str, device: str | None = None) -> None:
+        """device: such as "cpu", "cuda" or "cuda:1"; JAX's own choice where None."""
+        super().__init__(module, name)
+        self.device = jax.devices()[0] if device is None else _device(device, name)
+        if device is not None:
+            jax.config.update("jax_default_device", self.device)
+
     def kernels(self) -> list[str]:
         # cuDNN serves no CPU: asking it for every case would only say so every time.
-        return [name for name in super().kernels() if name != "cudnn" or jax.default_backend() == "gpu"]
+        return [name for name in super().kernels() if name != "cudnn" or self.device.platform == "gpu"]
 
     def array(self, x: np.ndarray, *, strided: bool = False) -> Any:
         # JAX arrays have no strides to get wrong; the values pass through a strided buffer all the same.
@@ -72,4 +79,13 @@ class JaxTarget(Target):
         return jax.enable_x64(dtype == "float64")
 
     def describe(self) -> dict[str, Any]:
-        return {"framework": "jax", "version": jax.__version__, "device": str(jax.devices()[0])}
+        return {"framework": "jax", "version": jax.__version__, "device": str(self.device)}
+
+
+def _device(device: str, name: str) -> Any:
+    platform, _, number = device.partition(":")
+    try:
+        return jax.devices(platform)[int(number or 0)]
+    except (RuntimeError, ValueError, IndexError) as error:
+        said = str(error).strip().split("\n")[0]
+        raise ImportError(f"target {name!r} cannot run on device {device!r}: {said}") from error

@@ -21,12 +21,15 @@ from .peers import PEERS
 from .protocol import OURS, Target
 
 GROUP = "conformance.targets"
+# The environment variable behind `--device`: the processes of targets inherit it.
+DEVICE = "CONFORMANCE_DEVICE"
 # Whole-model names: a target that has these alone can be judged too.
 MODELS = ("Transformer", "Trainer")
 
 
 def load(name: str) -> Target:
     """The target of this name. ImportError, in one sentence, where there is none."""
+    _no_path(name)
     if name.startswith("command:"):
         from .command_target import CommandTarget
 
@@ -61,11 +64,11 @@ def wrap(found: Any, name: str) -> Target:
     if framework == "torch":
         from .torch_target import TorchTarget
 
-        return TorchTarget(found, name, os.environ.get("CONFORMANCE_DEVICE", "cpu"))
+        return TorchTarget(found, name, os.environ.get(DEVICE, "cpu"))
     if framework == "jax":
         from .jax_target import JaxTarget
 
-        return JaxTarget(found, name)
+        return JaxTarget(found, name, os.environ.get(DEVICE))
     raise ImportError(f"FRAMEWORK of target {name!r} must be 'numpy', 'torch' or 'jax'; got {framework!r}")
 
 
@@ -91,13 +94,37 @@ def _guarded(make: Any, name: str) -> Any:
 
 
 def _imported(module_name: str, name: str) -> Any:
-    return _guarded(functools.partial(importlib.import_module, module_name), name)
+    try:
+        return _guarded(functools.partial(importlib.import_module, module_name), name)
+    except ImportError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
+            raise ImportError(f"{error}{LOOKED}") from cause
+        raise
+
+
+# No package there: a project with a src folder, perhaps, or a command given in another folder.
+LOOKED = "; looked in the current folder too: for a module elsewhere, set PYTHONPATH to its folder"
+
+
+def _no_path(name: str) -> None:
+    """A file is no module: what its name is as one."""
+    file, colon, rest = name.partition(":")
+    if not (file.endswith(".py") or file.startswith(".") or any(sep in file for sep in ("/", "\\"))):
+        return
+    place, stem = os.path.split(file.replace("\\", "/").removesuffix(".py").rstrip("/"))
+    place = os.path.normpath(place) if place else "."
+    where = "" if place == "." else f", in {place} (cd there, or set PYTHONPATH to it)"
+    meant = f"give the module's name, {stem}{colon}{rest}{where}" if stem.isidentifier() else "give a module's name"
+    raise ImportError(f"target {name!r} is a file's name: {meant}")
 
 
 def _found(name: str) -> Any:
     """A module, or an object in one."""
     if ":" in name:
         module_name, _, path = name.partition(":")
+        if not module_name or not path:
+            raise ImportError(f"target {name!r} must be module:object")
         return _attribute(_imported(module_name, name), path, name)
     try:
         return importlib.import_module(name)
@@ -105,7 +132,8 @@ def _found(name: str) -> Any:
         outer, _, inner = name.rpartition(".")
         # "package.function": the package is there, and no module of it has that name.
         if error.name != name or not outer:
-            raise ImportError(f"target {name!r} cannot be imported: {error}") from error
+            own = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+            raise ImportError(f"target {name!r} cannot be imported: {error}{LOOKED if own else ''}") from error
         return _attribute(_imported(outer, name), inner, name)
     except (Exception, SystemExit) as error:
         raise ImportError(f"target {name!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -17,7 +17,12 @@ class TorchTarget(Target):
 
     def __init__(self, module: Any, name: str, device: str = "cpu") -> None:
         super().__init__(module, name)
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+            torch.empty(0, device=self.device)  # said once, and not by every case
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            said = str(error).strip().split("\n")[0]
+            raise ImportError(f"target {name!r} cannot run on device {device!r}: {said}") from error
         if self.device.type != "cpu":
             torch.set_default_device(self.device)  # where modules, keys and caches are made that are told nothing
 

@@ -92,11 +92,34 @@ def test_an_error_is_one_line_and_with_debug_a_traceback(verb, capsys):
 
 
 def test_what_is_neither_a_verb_nor_a_module_is_told_the_verbs(capsys):
-    assert main(["zooo"]) == 3
+    assert main(["kernell"]) == 3
     said = capsys.readouterr().err
-    assert "'zooo'" in said and said.endswith(f"; the verbs are {', '.join(VERBS)}\n") and said.count("\n") == 1
-    assert main(["run", "zooo"]) == 3
+    assert "'kernell'" in said and said.endswith(f"; the verbs are {', '.join(VERBS)}\n") and said.count("\n") == 1
+    assert main(["run", "kernell"]) == 3
     assert "the verbs are" not in capsys.readouterr().err
+
+
+def test_a_mistyped_verb_is_said_before_what_follows_is_judged(capsys, tmp_path, monkeypatch):
+    assert main(["runn", "core_numpy"]) == 2
+    said = capsys.readouterr().err
+    assert said == "conformance: there is no verb runn, and no target; did you mean run?\n"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runn.py").write_text("x = 1\n")  # a module of that name is a target, though a useless one
+    assert main(["runn"]) == 3
+    assert "target 'runn' has none of the public names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["run", "diagnose"])
+def test_a_mistyped_case_or_level_is_told_the_near_one(verb, capsys):
+    assert main([verb, "core_numpy", "--case", "attention-maks"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"conformance {verb}: no case ") and "did you mean " in said and "attention-mask-2d" in said
+    assert said.count("\n") == 1 and "'attention-maks'" in said
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "core_numpy", "--level", "quik"])
+    assert stopped.value.code == 2 and "; did you mean quick?; " in capsys.readouterr().err
+    assert main([verb, "core_numpy", "--case", "attention-pairs-118"]) == 2
+    assert "of level quick has 'attention-pairs-118' in its id; level full has: --level full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])

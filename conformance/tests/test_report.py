@@ -159,9 +159,42 @@ def test_the_matrix_has_the_features_of_attention_too():
              case(id="gelu", function="gelu"), case(id="of another version", function="attention")]  # fmt: skip
     page = render(conformance={"targets": {"t": {"cases": cases}}})
     _, text = parsed(conformance={"targets": {"t": {"cases": cases}}})
-    rows = text[text.index("attention with t") :].split("Failures")[0].split()
+    rows = text[text.index("attention with t") :].split("t: the cases that used")[0].split()
     assert " ".join(rows) == "attention with t plain 0 passed 1 failed 300 % causal 1 passed 25 %"
     assert '<a href="#cases" data-target="t" data-function="" data-feature="causal">' in page
+
+
+def test_what_is_wrong_comes_first_and_what_nobody_offers_is_folded():
+    cases = [case(id="attention-plain", function="attention", status="failed", share=3.0, detail="off")]
+    cases += [case(id=name, function=name, status="not offered") for name in ("gelu", "relu", "silu")]
+    diagnosis = {"guesses": [], "unexplained": ["attention-plain"]}
+    targets = {"t": {"cases": cases, "diagnosis": diagnosis}}
+    _, text = parsed(conformance={"targets": targets})
+    order = [
+        "Diagnosis",
+        "Failures",
+        "Functions",
+        "all 0 passed 1 failed",
+        "attention with",
+        "3 functions that t does not",
+    ]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+    page = render(conformance={"targets": targets})
+    folded = page[page.index('<details class="idle">') : page.index('<h2 id="cases">')]
+    assert [f"<td>{name}</td>" in folded for name in ("gelu", "relu", "silu", "attention")] == [True] * 3 + [False]
+    assert page.count("<td>gelu</td>") == 1
+    # Of two targets the one that offers it keeps the row; and where everything is offered nothing is folded.
+    both = targets | {"u": {"cases": [case(id=name, function=name) for name in ("gelu", "attention")]}}
+    _, text = parsed(conformance={"targets": both})
+    assert "2 functions that no target offers" in text
+    assert '<details class="idle">' not in render(conformance={"targets": {"u": both["u"]}})
+
+
+def test_many_failures_leave_the_tables_in_sight():
+    many = [case(id=f"case-{i}", status="failed", detail=f"wrong {i}.") for i in range(25)]
+    page = render(conformance={"targets": {"t": {"cases": many}}})
+    assert page.index("wrong 9.") < page.index("15 more failures") < page.index("wrong 10.") < page.index(">Functions<")
 
 
 def test_a_boolean_input_is_a_picture():

@@ -66,6 +66,7 @@ DOCUMENT = {
                     },
                 ),
                 case("silu", "silu", "known difference", detail="a reason"),
+                case("gelu", "gelu", "not offered", detail="no function gelu"),
             ],
         },
     },
@@ -79,6 +80,16 @@ const shown = () => document.getElementById('shown').textContent;
 const type = (name, value) => { const field = document.getElementById('f-' + name); field.value = value;
   field.dispatchEvent(new Event('input', { bubbles: true })); };
 seen.all = visible();
+const fold = document.querySelector('details.idle'), top = node => node.getBoundingClientRect().top;
+seen.first = top(document.querySelector('.verdict.bad')) < top(document.querySelector('.failures'))
+  && top(document.querySelector('.failures')) < top(document.querySelector('.matrix'));
+const row = fold.querySelector('td');
+seen.folded = [row.textContent, row.getBoundingClientRect().height];
+fold.querySelector('summary').focus();
+seen.reached = document.activeElement === fold.querySelector('summary') && fold.querySelector('summary').tabIndex === 0;
+fold.querySelector('summary').click();  // as Enter does on a summary
+seen.unfolded = row.getBoundingClientRect().height > 10;
+fold.open = false;
 document.querySelector('a[data-target="mine"][data-function="relu"]').click();
 seen.cell = visible(); seen.count = shown(); seen.chosen = document.getElementById('f-target').value;
 document.querySelector('a[data-target="core_numpy"][data-feature="causal"]').click();
@@ -150,16 +161,21 @@ def read(*flags, width=None):
 
 def test_a_reader_filters_opens_and_walks_with_the_keyboard():
     seen = read("--window-size=1280,900")
-    assert seen["all"][0] == "mine relu" and len(seen["all"]) == 6  # failures first
-    assert seen["cell"] == ["mine relu"] and seen["count"] == "1 of 6 cases" and seen["chosen"] == "mine"
+    assert seen["all"][0] == "mine relu" and len(seen["all"]) == 7  # failures first
+    assert seen["cell"] == ["mine relu"] and seen["count"] == "1 of 7 cases" and seen["chosen"] == "mine"
     assert seen["feature"] == ["core_numpy attention-causal"]
-    assert seen["cleared"] == "6 of 6 cases" and seen["none"] == "0 of 6 cases"
+    assert seen["cleared"] == "7 of 7 cases" and seen["none"] == "0 of 7 cases"
     assert seen["known"] == ["mine silu"]
     assert seen["text"] == ["core_numpy attention-causal", "mine attention-causal"]
     assert seen["open"] and seen["body"] and seen["focus"] == seen["all"][1]
     assert seen["diagnosis"].strip() == "Diagnosis: it leaks. Much."
     assert seen["last"] and seen["closed"] and seen["search"] == "f-text"
     assert seen["overflow"] == 0 and not seen["dark"] and seen["back"] == "rgb(255, 255, 255)"
+
+
+def test_what_is_wrong_is_on_top_and_what_nobody_offers_unfolds_by_keyboard():
+    seen = read("--window-size=1280,900")
+    assert seen["first"] and seen["folded"] == ["gelu", 0] and seen["reached"] and seen["unfolded"]
 
 
 def test_an_error_map_is_drawn_when_its_case_is_opened_by_a_link():

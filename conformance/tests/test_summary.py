@@ -49,6 +49,16 @@ def test_the_table_counts_by_group_and_lists_what_failed(capsys):
     assert said.strip().endswith("2 passed, 1 failed, 1 not offered, 1 known differences; 12 comparisons")
 
 
+def test_a_failing_case_says_its_reason_once(capsys):
+    twice = [*RESULTS, replace(CALL, status=FAILED, detail="again")]
+    summary.print_run(twice, {"mine": {}, "other": {}}, reasons={"relu": "layers-8: it [leaks]", "gelu": "not this"})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "leaks" in line or "FAILED" in line]
+    assert lines == [
+        "FAILED mine relu (float64, auto): out[0] is off by <7> & more", "layers-8: it [leaks]",
+        "FAILED mine relu (float32, auto): again",
+    ]  # fmt: skip
+
+
 def test_what_a_target_says_can_be_written_to_any_file(tmp_path, monkeypatch):
     def rude(x):
         raise ValueError("bad \x00 \x1b[31mred\x1b[0m \ud800 <b>&\n second ]]> line")

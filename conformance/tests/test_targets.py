@@ -165,6 +165,9 @@ def test_a_program_is_a_target(tmp_path):
     ("text", "said"),
     [
         ("import sys; print('no segment 7', file=sys.stderr); sys.exit(9)", "ended with 9: no segment 7"),
+        ("import os; os.kill(os.getpid(), 11)", "the program was ended by SIGSEGV: it said nothing"),
+        ("import sys; sys.exit(134)", "the program was ended by SIGABRT"),  # as a shell in between says it
+        ("import sys; sys.exit(130)", "the program ended with 130"),
         ("pass", "the program wrote no {outputs} file"),
         ("import sys; open(sys.argv[2], 'w').write('nonsense')", "not a sound safetensors file"),
         ("import sys, numpy as np\nfrom safetensors.numpy import save_file\nsave_file({'y': np.ones(2)}, sys.argv[2])",
@@ -197,6 +200,14 @@ def test_a_program_that_goes_wrong_is_quoted(tmp_path, text, said):
         ),
         (None, "command:no_such_program_here {inputs} {outputs}", "there is no program no_such_program_here"),
         (None, "command:cat {inputs}", "must have {outputs} among its arguments"),
+        (None, "no_such_module_here", "looked in the current folder too: for a module elsewhere, set PYTHONPATH"),
+        (None, "no_such_package.kernel", "No module named 'no_such_package'; looked in the current folder too"),
+        (None, "no_such_module_here:attention", "looked in the current folder too"),
+        ("x = 1\n", "wrong_target.py", "is a file's name: give the module's name, wrong_target"),
+        (None, "./wrong_target", "is a file's name: give the module's name, wrong_target"),
+        (None, "src/wrong_target.py:kit", "give the module's name, wrong_target:kit, in src (cd there, or set PYTHON"),
+        (None, ".wrong_target", "is a file's name: give a module's name"),
+        (None, ":attention", "must be module:object"),
     ],
 )
 def test_a_target_that_cannot_be_loaded_is_named_in_one_sentence(module, text, name, said):
@@ -205,6 +216,42 @@ def test_a_target_that_cannot_be_loaded_is_named_in_one_sentence(module, text, n
     with pytest.raises(ImportError) as caught:
         load(name)
     assert repr(name) in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_import_of_a_target_is_not_looked_for_in_the_folder(module):
+    with pytest.raises(ImportError) as caught:
+        load(module("import no_such_thing\n"))
+    assert "current folder" not in str(caught.value)
+
+
+def test_a_program_that_is_not_executable_is_told_how(tmp_path, monkeypatch):
+    (tmp_path / "kernel").write_text("#!/bin/sh\n")
+    with pytest.raises(ImportError, match=r"kernel is not executable \(chmod \+x .*kernel\)"):
+        load(f"command:{tmp_path / 'kernel'} {{inputs}} {{outputs}}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ImportError, match=r"a program in the current folder is \./kernel"):
+        load("command:kernel {inputs} {outputs}")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_device_that_is_not_there_is_said_once(module, framework, monkeypatch):
+    pytest.importorskip(framework)
+    monkeypatch.setenv("CONFORMANCE_DEVICE", "quantum")
+    name = module(f"FRAMEWORK = '{framework}'\ndef silu(x):\n    return x\n")
+    with pytest.raises(ImportError) as caught:
+        load(name)
+    assert str(caught.value).startswith(f"target {name!r} cannot run on device 'quantum': ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_device_that_is_asked_for_is_used(module, tmp_path, capfd):
+    pytest.importorskip("torch")
+    import json
+
+    name = module("import torch\nFRAMEWORK = 'torch'\ndef silu(x):\n    return torch.nn.functional.silu(x)\n")
+    assert main(["run", name, "--case", "silu", "--device", "cpu:0", "--json", str(tmp_path / "run.json")]) == 0
+    (facts,) = json.loads((tmp_path / "run.json").read_text())["environment"]["targets"].values()
+    assert facts["device"] == "cpu:0" and "CONFORMANCE_DEVICE" not in os.environ
 
 
 def test_a_missing_target_ends_the_command_with_3_and_one_line(capfd):

@@ -218,7 +218,24 @@ def test_the_commands_end_with_what_they_found(tmp_path, capsys):
     assert "out must have shape" in capsys.readouterr().out
     save_file({"out": np.zeros(3)}, given / "sofmax.float32.safetensors")
     assert main(["vectors", "check", str(path), str(given)]) == 1
-    assert "1 answers belong to no vector, sofmax.float32.safetensors first" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(
+        "1 file answers no vector: sofmax.float32.safetensors (did you mean softmax.float32.safetensors?)"
+    )
+    (given / "softmax.bfloat16.npz").write_bytes(b"")
+    (given / "log.txt").write_text("a program may write beside its answers what it likes")
+    assert main(["vectors", "check", str(path), str(given)]) == 1
+    assert "2 files answer no vector: sofmax.float32.safetensors (did you mean" in capsys.readouterr().err
+
+
+def test_misnamed_answers_are_named_where_there_is_no_other(tmp_path, capsys):
+    path, given = small(tmp_path / "v"), tmp_path / "answers"
+    given.mkdir()
+    save_file({"out": np.zeros(3)}, given / "softmaks.float32.safetensors")
+    assert main(["vectors", "check", str(path), str(given)]) == 2
+    assert "; 1 file answers no vector: softmaks.float32.safetensors (did you mean" in capsys.readouterr().err
+    assert main(["vectors", "check", str(path), str(given), "--case", "softmx"]) == 2
+    assert "no vector of" in (said := capsys.readouterr().err) and "did you mean softmax?" in said
 
 
 def broken(kind, path):
