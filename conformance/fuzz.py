@@ -19,7 +19,7 @@ from .pairwise import Choice, completed
 from .rows import Case
 from .runner import FAILED, Result, judge_call
 from .space import attention_space, case_of, possible
-from .targets.protocol import Target
+from .targets.protocol import NotOffered, Target
 
 # So many different failures are shrunk and printed; more of them would hardly be read.
 MOST = 10
@@ -59,6 +59,9 @@ def drawn(target: Target, seed: int, number: int) -> tuple[Choice, str]:
     if not functions:
         raise LookupError(f"target {target.name!r} has no attention function, which random cases are drawn for")
     factors["function"] = tuple(functions)
+    for name, arguments in _ARGUMENTS.items():
+        if not any(_takes(target, function, arguments) for function in functions):
+            factors[name] = factors[name][:1]
     factors["dtype"] = tuple(d for d in factors["dtype"] if d in target.dtypes())
     order = [list(factors)[i] for i in draw.permutation(len(factors))]
     # Half of the draws leave each argument out: with all of them at once little is left to see.
@@ -75,6 +78,22 @@ def drawn(target: Target, seed: int, number: int) -> tuple[Choice, str]:
     return _moved(choice, draw), kernels[int(draw.integers(len(kernels)))]
 
 
+# The arguments that a factor's values need; what a target does not take is left out of its draws.
+_ARGUMENTS = {
+    "mask": ("mask",), "bias": ("bias",), "causal": ("causal",), "window": ("window",), "q_offset": ("q_offset",),
+    "kv_lengths": ("kv_lengths",), "segments": ("q_segments", "kv_segments"), "sinks": ("sinks",), "scale": ("scale",),
+    "softcap": ("softcap",), "dropout": ("dropout_rate", "dropout_key"),
+}  # fmt: skip
+
+
+def _takes(target: Target, function: str, arguments: tuple[str, ...]) -> bool:
+    try:
+        target.require(function if target.offers(function) else "attention", dict.fromkeys(arguments))
+    except NotOffered:
+        return False
+    return True
+
+
 def _moved(choice: Choice, draw: np.random.Generator) -> Choice:
     """In half of the draws lengths, head sizes and numbers of their own in the place of the listed ones."""
     if draw.random() < 0.5:
@@ -84,7 +103,9 @@ def _moved(choice: Choice, draw: np.random.Generator) -> Choice:
         moved["keys"] = int(draw.integers(1, 161))
     if choice["queries"] != "same":
         moved["queries"] = int(draw.integers(1, 101))
-    moved["sizes"] = (int(draw.integers(1, 25)), int(draw.integers(1, 25)))
+    # Small ones of any kind, and those of models: kernels cut heads into tiles of 16 to 128.
+    large = draw.random() < 0.5
+    moved["sizes"] = tuple(8 * int(draw.integers(4, 33)) if large else int(draw.integers(1, 25)) for _ in range(2))
     if choice["scale"] != "none":
         moved["scale"] = round(float(draw.uniform(-1.5, 1.5)), 3)
     if choice["softcap"] != "none":

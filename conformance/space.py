@@ -1,16 +1,16 @@
 """The argument space of attention (cases/space.toml): a choice of one value per factor, as a case.
 
-`select` gives the cases of a level: the rows written by hand; from `full` on the covering rows of the space; at
-`exhaustive` every combination of restrictions too.
+`select` gives the cases of a level: the rows written by hand; from `full` on the covering rows of the space, and rows of
+two arguments each; at `exhaustive` every combination of restrictions too.
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from . import rows
@@ -37,10 +37,11 @@ DISTRIBUTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] 
 @dataclass(frozen=True)
 class Space:
     """factors: name -> values, the plain one first. lean: the factors with fewer values where fast kernels serve.
-    excluded: what cannot stand together."""
+    two: what rows of two arguments are made of. excluded: what cannot stand together."""
 
     factors: dict[str, tuple[Any, ...]]
     lean: dict[str, tuple[Any, ...]]
+    two: dict[str, tuple[Any, ...]]
     excluded: tuple[dict[str, tuple[Any, ...]], ...]
 
 
@@ -57,6 +58,9 @@ def attention_space() -> Space:
     lean = factors | {name: _frozen(values) for name, values in table["lean"].items()}
     if wrong := [name for name in lean if set(lean[name]) - set(factors.get(name, ()))]:
         raise ValueError(f"space.toml: [lean] must name factors and values of [attention]; not so {wrong}")
+    two = {name: _frozen(values) for name, values in table["two"].items()}
+    if set(two) != {"arguments", "keys", "sizes"} or set(two["arguments"]) - set(factors):
+        raise ValueError(f"space.toml: [two] must have arguments (factors of [attention]), keys and sizes; got {two}")
     excluded = []
     for rule in table["exclude"]["attention"]:
         named = {name: _frozen(values) for name, values in rule.items() if name != "why"}
@@ -64,7 +68,7 @@ def attention_space() -> Space:
         if unknown or not rule.get("why"):
             raise ValueError(f"space.toml: the exclusion {rule} must say why, and name factors and values; {unknown}")
         excluded.append(named)
-    return Space(factors, lean, tuple(excluded))
+    return Space(factors, lean, two, tuple(excluded))
 
 
 @cache
@@ -96,11 +100,39 @@ def restriction_choices() -> tuple[Choice, ...]:
     return tuple(found)
 
 
+@cache
+def two_choices() -> tuple[Choice, ...]:
+    """One argument alone, and every two, all else plain but the lengths and head sizes, which take turns. Without
+    `q_offset` the lengths are equal."""
+    space = attention_space()
+    plain = {name: values[0] for name, values in space.factors.items()}
+    names = space.two["arguments"]
+    found: list[Choice] = []
+    for given in (*((name,) for name in names), *combinations(names, 2)):
+        number = len(found)
+        row = plain | {name: space.two[name][number % len(space.two[name])] for name in ("keys", "sizes")}
+        row["function"] = ("attention", "attention_with_lse")[number % 2]
+        row["dtype"] = space.factors["dtype"][number % len(space.factors["dtype"])]
+        row["heads"] = space.factors["heads"][number % 3]
+        for name in given:
+            values = space.factors[name]
+            row[name] = values[1 + number % (len(values) - 1)]
+        if "q_offset" in given:
+            row["queries"] = (5, 64, 129)[number % 3]
+        found.append(row)
+    return tuple(found)
+
+
 def select(level: str, pattern: str | None = None) -> list[Case]:
     """The function rows of a level, those of the space included, whose id or function contains the pattern."""
     cases = rows.load_cases()
     if level in ("full", "exhaustive"):
         cases += tuple(case_of(f"attention-pairs-{i:03}", c, "full") for i, c in enumerate(pairwise_choices()))
+        # float32 in all of them: most kernels have it, and some nothing else.
+        two = [(c, dict.fromkeys(("float32", c["dtype"]))) for c in two_choices()]
+        cases += tuple(
+            replace(case_of(f"attention-two-{i:03}", c, "full"), dtypes=tuple(both)) for i, (c, both) in enumerate(two)
+        )
     if level == "exhaustive":
         present = enumerate(restriction_choices())
         cases += tuple(case_of(f"attention-present-{i:03}", c, "exhaustive") for i, c in present)

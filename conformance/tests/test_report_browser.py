@@ -80,15 +80,15 @@ const shown = () => document.getElementById('shown').textContent;
 const type = (name, value) => { const field = document.getElementById('f-' + name); field.value = value;
   field.dispatchEvent(new Event('input', { bubbles: true })); };
 seen.all = visible();
-const fold = document.querySelector('details.idle'), top = node => node.getBoundingClientRect().top;
-seen.first = top(document.querySelector('.verdict.bad')) < top(document.querySelector('.failures'))
-  && top(document.querySelector('.failures')) < top(document.querySelector('.matrix'));
+const fold = document.querySelector('details.idle'), above = node => node.getBoundingClientRect().top;
+seen.first = above(document.querySelector('.verdict.bad')) < above(document.querySelector('.failures'))
+  && above(document.querySelector('.failures')) < above(document.querySelector('.matrix'));
 const row = fold.querySelector('td');
-seen.folded = [row.textContent, row.getBoundingClientRect().height];
+seen.folded = [row.textContent, row.checkVisibility()];
 fold.querySelector('summary').focus();
 seen.reached = document.activeElement === fold.querySelector('summary') && fold.querySelector('summary').tabIndex === 0;
 fold.querySelector('summary').click();  // as Enter does on a summary
-seen.unfolded = row.getBoundingClientRect().height > 10;
+seen.unfolded = row.checkVisibility();
 fold.open = false;
 document.querySelector('a[data-target="mine"][data-function="relu"]').click();
 seen.cell = visible(); seen.count = shown(); seen.chosen = document.getElementById('f-target').value;
@@ -175,7 +175,7 @@ def test_a_reader_filters_opens_and_walks_with_the_keyboard():
 
 def test_what_is_wrong_is_on_top_and_what_nobody_offers_unfolds_by_keyboard():
     seen = read("--window-size=1280,900")
-    assert seen["first"] and seen["folded"] == ["gelu", 0] and seen["reached"] and seen["unfolded"]
+    assert seen["first"] and seen["folded"] == ["gelu", False] and seen["reached"] and seen["unfolded"]
 
 
 def test_an_error_map_is_drawn_when_its_case_is_opened_by_a_link():
