@@ -1,7 +1,7 @@
 """The argument space of attention (cases/space.toml): a choice of one value per factor, as a case.
 
-`select` gives the cases of a level: the rows written by hand; from `full` on the covering rows of the space, and rows of
-two arguments each; at `exhaustive` every combination of restrictions too.
+`select` gives the cases of a level: the rows written by hand; from `full` on the covering rows of the space, and rows
+of two arguments each; at `exhaustive` every combination of restrictions too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def select(level: str, pattern: str | None = None) -> list[Case]:
         # float32 in all of them: most kernels have it, and some nothing else.
         two = [(c, dict.fromkeys(("float32", c["dtype"]))) for c in two_choices()]
         cases += tuple(
-            replace(case_of(f"attention-two-{i:03}", c, "full"), dtypes=tuple(both)) for i, (c, both) in enumerate(two)
+            replace(case_of(f"attention-two-arguments-{i:03}", c, "full"), dtypes=tuple(both))
+            for i, (c, both) in enumerate(two)
         )
     if level == "exhaustive":
         present = enumerate(restriction_choices())

@@ -69,7 +69,7 @@ def test_what_is_printed_is_a_row_that_fails_on_the_fault_and_passes_on_the_refe
 
 def test_every_row_of_the_space_can_be_written_and_read():
     for case in select("full")[::7]:
-        if case.id.startswith("attention-pairs"):
+        if case.id.startswith(("attention-pairs", "attention-two-arguments")):
             [table] = tomllib.loads(to_toml(case))["case"]
             assert _case("x.toml", table) == case
 
@@ -82,6 +82,21 @@ def test_draws_depend_on_the_seed_and_the_number_alone():
     chosen = [choice for choice, _ in (drawn(REFERENCE, 0, number) for number in range(300))]
     for name, values in FACTORS.items():
         assert {choice[name] for choice in chosen} >= set(values), name
+
+
+def test_a_target_with_few_arguments_is_asked_for_these_alone_and_heads_of_models_are_drawn():
+    class Few:
+        @staticmethod
+        def attention(q, k, v, *, mask=None, causal=False):
+            raise AssertionError("only its signature is read")
+
+    target = Target(Few, "few")
+    chosen = [choice for choice, _ in (drawn(target, 0, number) for number in range(100))]
+    for name in ("bias", "window", "q_offset", "kv_lengths", "segments", "sinks", "scale", "softcap", "dropout"):
+        assert {choice[name] for choice in chosen} == {FACTORS[name][0]}, name
+    for name in ("mask", "causal"):
+        assert {choice[name] for choice in chosen} == set(FACTORS[name]), name
+    assert max(choice["sizes"][0] for choice in chosen) > 200
 
 
 def test_the_reference_passes_random_cases():

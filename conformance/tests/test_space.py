@@ -75,6 +75,16 @@ def test_exhaustive_has_every_combination_of_restrictions():
     assert len(space.select("exhaustive")) == len(space.select("full")) + len(choices)
 
 
+def test_any_two_arguments_stand_alone_together_so_that_a_kernel_with_these_two_is_asked():
+    names = SPACE.two["arguments"]
+    given = [frozenset(name for name in names if row[name] != PLAIN[name]) for row in space.two_choices()]
+    assert set(given) == {frozenset(some) for some in (*((n,) for n in names), *combinations(names, 2))}
+    cases = space.select("full", "attention-two-arguments-")
+    assert len(cases) == len(given) == 66 and all("float32" in case.dtypes for case in cases)
+    sizes = {case.inputs["q"]["shape"][-1] for case in cases}
+    assert {64, 72, 80, 96, 128, 192, 256} == sizes
+
+
 def test_the_rows_of_a_level_are_the_lower_ones_and_more_with_ids_of_their_own():
     quick, full = space.select("quick"), space.select("full")
     assert [case for case in full if case.level == "quick"] == quick == rows.select(rows.load_cases(), "quick")
@@ -134,3 +144,11 @@ def test_the_reference_passes_a_spread_of_the_rows():
     results = [result for case in chosen for result in run_case(case, target)]
     assert not [(r.case, r.detail) for r in results if r.status == FAILED]
     assert len(results) >= 20 and all(r.comparisons for r in results)
+
+
+def test_the_reference_passes_a_spread_of_the_rows_of_two_arguments():
+    target = load("core_numpy")
+    results = [
+        result for case in space.select("full", "attention-two-arguments-")[::8] for result in run_case(case, target)
+    ]
+    assert {r.status for r in results} == {"passed"} and len(results) >= 18

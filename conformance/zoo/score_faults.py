@@ -12,6 +12,13 @@ from .naive import Naive, functions
 from .visibility_faults import Everything
 
 
+class HeadCut(Naive):
+    """A tile of 64: what a head has beyond it never enters the product."""
+
+    def raw(self) -> np.ndarray:
+        return self.scale() * (self.q[..., :64] @ np.swapaxes(self.k[..., :64], -1, -2))
+
+
 class ScaleMissing(Naive):
     def scale(self) -> float:
         return 1.0 if self.a["scale"] is None else self.a["scale"]
@@ -337,6 +344,9 @@ _TABLE: tuple[tuple[str, str, str, type[Naive], str], ...] = (
     ("softmax-no-maximum", "exp overflows without the row's maximum",
      "rare", NoMaximum,
      "exp is taken without the row's maximum and overflows; the contract is finite for any finite score"),
+    ("head-cut", "a tile of 64 that larger heads do not fit",
+     "rare", HeadCut,
+     "of heads larger than 64 only the first 64 columns enter the scores; the contract is all of them"),
     ("scores-half", "scores in half precision",
      "subtle", SoftmaxHalf,
      "scores are rounded to half precision before the softmax; the contract is float32 at least"),

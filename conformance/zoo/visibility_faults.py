@@ -186,6 +186,22 @@ class WindowRightIgnored(Naive):
         return super().windowed()
 
 
+class WindowRightMore(Naive):
+    def windowed(self) -> np.ndarray:
+        left, right = self.a["window"]
+        self.a["window"] = (left, None if right is None else right + 1)
+        return super().windowed()
+
+
+class WindowRightLess(Naive):
+    """j < i + right where it must be <=."""
+
+    def windowed(self) -> np.ndarray:
+        left, right = self.a["window"]
+        d = self.distance()
+        return np.asarray((True if left is None else d >= -left) & (True if right is None else d < right))
+
+
 class WindowWithoutOffset(Naive):
     def windowed(self) -> np.ndarray:
         left, right = self.a["window"]
@@ -347,6 +363,12 @@ _TABLE: tuple[tuple[str, str, str, type[Naive], str], ...] = (
     ("window-right-ignored", "the right side is never bounded",
      "subtle", WindowRightIgnored,
      "the right side of the window is not applied; the contract is j <= i + q_offset + right"),
+    ("window-right-more", "one key too many on the right",
+     "subtle", WindowRightMore,
+     "your window reaches one key too far to the right; the contract is j <= i + q_offset + right"),
+    ("window-right-less", "the right side as the end of a range, which it excludes",
+     "subtle", WindowRightLess,
+     "your window ends one key too early on the right; the contract is j <= i + q_offset + right"),
     ("window-without-offset", "the window ignores the offset",
      "subtle", WindowWithoutOffset,
      "your window ignores q_offset; the contract is that it moves with the query's position"),
