@@ -40,6 +40,8 @@ from .zoo.faults import Fault, Faulty
 FIRST = 10
 # How many guesses go on to all rows, and how many are printed.
 BEST, SHOWN = 12, 3
+# Guesses that more cases speak against than for are none: on the zoo the first guess has 0.75 at least.
+LEAST = 0.5
 # Seconds for a diagnosis in a process of its own.
 TIMEOUT = 300.0
 
@@ -135,6 +137,7 @@ def _ranked(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays],
     tried = {fault.id: sum(_fits(fault, row, seen, bench) for row in first) for fault in candidates}
     most = sorted((fault for fault in candidates if tried[fault.id]), key=lambda fault: -tried[fault.id])[:BEST]
     guesses = [_guess(fault, left, judged, seen, bench) for fault in most]
+    guesses = [guess for guess in guesses if guess.score >= LEAST]
     return sorted(guesses, key=lambda guess: (-guess.score, -len(guess.explained), guess.share))
 
 
@@ -205,6 +208,8 @@ def evidence(guess: Guess) -> str:
     number = len(guess.explained)
     cases = f"It explains {number} failing case{'s' * (number > 1)}"
     if guess.fault is HALF:
+        if number == 1:
+            return f"{cases}, {guess.closest}, which takes {guess.share:.3g} times its budget in a half type alone."
         return f"{cases}, which take {guess.share:.3g} to {guess.away:.3g} times their budgets in a half type alone."
     near = f"{guess.share:.2g} of the error budget" if guess.share > 0 else "no difference at all"
     far = f"{guess.away:.3g} times the budget" if np.isfinite(guess.away) else "no finite number of budgets"
