@@ -52,7 +52,11 @@ def short(call: Call, chosen: str, asked: str) -> Short | None:
         return None
     if chosen == "sdpa" and see.bias is None:
         return _padding(call)
-    if chosen == "sdpa" and see.bias is not None and see.bias.dtype == call.q.dtype and not see.banded:
+    if (
+        chosen == "sdpa"
+        and see.bias is not None
+        and not (call.bias_gradient or see.banded or see.bias.dtype != call.q.dtype)
+    ):
         return _biased(call, see.bias.numel() <= CHECKED)
     return None
 

@@ -128,6 +128,17 @@ def test_values_below_the_smallest_normal_number_may_be_lost_in_float64_too():
     assert (bound > 2.0**-1022).all() and (bound < 2.0**-1018).all()
 
 
+def test_a_weight_below_the_smallest_normal_number_may_be_lost_from_its_gradients():
+    # Two keys, the second with a weight of 1e-39 and a value of 1e4: its gradient of 1e-35 is gone with the weight.
+    q, k = np.array([[89.8]]), np.array([[0.0], [-1.0]])
+    v = np.array([[0.0, 1.0], [1e4, 1.0]])
+    want = oracle.expected("x", "attention", {"q": q, "k": k, "v": v, "scale": 1.0}, ["k"], "float32")
+    gradient, bound = want.gradients["k"][1, 0], want.gradient_bounds["k"][1, 0]
+    weight = np.exp(-89.8)
+    assert weight < 2.0**-126 and abs(gradient) > 100 * weight
+    assert abs(gradient) <= bound <= 3 * abs(gradient) + 1e-34
+
+
 def test_one_wrong_element_in_a_million_is_seen():
     want = np.ones(10**6)
     got = want.copy()
