@@ -57,9 +57,6 @@ TARGETS_HELP = (
     "what to judge: a module, module:object, an entry point of group conformance.targets, "
     "a peer (conformance peers --list), or 'command:PROGRAM {inputs} {outputs}'; default: our three packages"
 )
-DEVICE_HELP = (
-    "where targets of torch and JAX compute: cpu, cuda, cuda:1, ...; default: torch on the CPU, JAX's own choice"
-)
 
 
 def _run_parser() -> argparse.ArgumentParser:
@@ -80,7 +77,7 @@ def _run_parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="hold each failing target against every known fault, a minute each; default: with --html",
     )
-    parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
+    parser.add_argument("--device", metavar="DEVICE", help="for torch and JAX: cuda, cuda:1, cpu (torch's default)")
     parser.add_argument("--jobs", type=int, metavar="N", help="targets judged at a time; default: one per core")
     parser.add_argument(
         "--timeout",
