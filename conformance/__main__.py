@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace) -> int:
         jobs = options.jobs or cores()
         judged = judge_targets(order, options.level, options.case, advance, jobs, timeout, options.suite, left_out)
     if not judged:
-        raise next(iter(unusable.values()))
+        raise next(unusable[name] for name in names if name in unusable)
     names = [name for name in names if name in judged]
     whole = not options.case and options.suite is None
     results = [r for name in names for r in deviations.apply(name, judged[name][0], whole=whole)]

@@ -166,8 +166,7 @@ def attention_gradient_bounds(
     dS_error = dp * np.abs(inner) + p * (
         dP_error + centre_error + STEP * u * (np.abs(inner) + np.abs(dP) + np.abs(centre))
     )
-    # dS may be lost, and before it the weight, which wide values make much larger.
-    dS_error = dS_error + np.where(p > 0, flushed, 0.0) + np.minimum(p, flushed) * np.abs(inner)
+    dS_error = dS_error + np.where(p > 0, flushed, 0.0) + np.minimum(p, flushed) * np.abs(inner)  # lost dS, lost p
     # A slope 1 - t^2 near 0 is a difference of numbers near 1, and a fast tanh is right to a few units there.
     bent = np.where(terms.slope < 1.0, 4.0 * STEP * u, 0.0)
     dS_error = dS_error * np.maximum(terms.slope, u) + (stored + STEP * u + bent) * np.abs(dS)

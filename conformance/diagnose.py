@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -252,20 +251,20 @@ def separately(name: str, level: str, pattern: str | None, timeout: float = CALL
         command += ["--timeout", f"{timeout:g}"]
         paths = os.pathsep.join(filter(None, [*sys.path, os.getcwd()]))
         environment = {**os.environ, **THREADS, "PYTHONPATH": paths}
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            _, said = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it ends the target's process, with what that started
+        # Into a file: a pipe would stay open as long as anything that a hanging target started.
+        with open(os.path.join(folder, "said.txt"), "w+", encoding="utf-8", errors="replace") as heard:
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=heard, env=environment, start_new_session=True
+            )
             try:
-                process.communicate(timeout=10.0)
+                process.wait(timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-            return {"note": f"the diagnosis took longer than {TIMEOUT:g} seconds and was ended"}
+                return {"note": f"the diagnosis took longer than {TIMEOUT:g} seconds and was ended"}
+            finally:
+                process.kill()  # the target's process ends when this one is gone
+                process.wait()
+            heard.seek(0)
+            said = heard.read()
         try:
             with open(path, encoding="utf-8") as file:
                 found: dict[str, Any] = json.load(file)

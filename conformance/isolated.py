@@ -6,7 +6,6 @@ Where the target hangs or dies that call is lost, and the next one gets a new pr
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from .memory import remembering
 from .runner import Result
-from .workers import IMPORT_TIMEOUT, MOST_LOST, end_process, lost_call, settings_of
+from .workers import IMPORT_TIMEOUT, MOST_LOST, end_process, lost_call, set_apart, settings_of
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ def _serve(name: str, pipe: Any) -> None:
     """What the process does: ("ready", offer), then an answer for each question."""
     from .targets import load
 
-    if hasattr(os, "setsid"):
-        os.setsid()  # so that a hanging target's own children end with it
-    os.dup2(2, 1)  # what a target prints must not end up in a JSON document
+    set_apart()
     try:
         target = load(name)
         offer = Offer(target.name, target.compiles, tuple(target.dtypes()), tuple(target.kernels()))

@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -155,9 +156,7 @@ def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: s
     from .surface import run_surface
     from .targets import load
 
-    if hasattr(os, "setsid"):
-        os.setsid()  # so that a hanging target's own children end with it
-    os.dup2(2, 1)  # what a target prints must not end up in a JSON document
+    set_apart()
     try:
         target = load(name)
         pipe.send(("ready", target.name))
@@ -178,6 +177,25 @@ def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: s
     except BaseException as error:  # what the parent must say in one line
         kind = "missing" if isinstance(error, ImportError) else "broken"
         pipe.send((kind, " ".join(str(error).split()) or type(error).__name__))
+
+
+def set_apart() -> None:
+    """What a target's process does first: it heads a group, so that a hanging target's own children end with it; what
+    the target prints does not end up in a JSON document; and where whoever asked is killed, it ends too."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    os.dup2(2, 1)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        assert parent is not None
+        parent.join()
+        if hasattr(os, "killpg"):
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def end_process(process: Any) -> None:

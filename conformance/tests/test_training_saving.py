@@ -195,7 +195,15 @@ def test_fit_goes_on_to_the_last_update_whatever_was_left_out(B, steps, caplog):
     assert (trainer.updates, trainer.batches, len(reports)) == ((3, 4, 4) if steps is None else (2, 3, 3))
 
 
-def test_ctrl_c_waits_for_the_update_in_hand(B, monkeypatch):
+@pytest.fixture
+def heard():
+    """What a shell starts in the background ignores Ctrl-C, and pytest with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_update_in_hand(B, monkeypatch, heard):
     """What is saved after it is the state between two updates, never parameters of one and the count of another."""
     trainer, straight = trained(B, 1), trained(B, 2)
     before = signal.getsignal(signal.SIGINT)
