@@ -61,8 +61,9 @@ def killed_run(package, folder, steps, kills, seed):
         lines = [process.stdout.readline() for _ in range(chance.randint(1, 4))]
         time.sleep(chance.random() * 0.03)  # several updates and saves long
         process.kill()
-        rest, _ = process.communicate()
-        text = "".join(lines) + rest
+        # Not communicate: what lies in the buffer behind the last line that was read would be lost.
+        text = "".join(lines) + process.stdout.read()
+        process.communicate()
         losses_of(text if text.endswith("\n") else text.rpartition("\n")[0], seen)
         torn += any(path.name.endswith(".tmp") for path in Path(folder).iterdir())
     process = start(package, folder, steps)
