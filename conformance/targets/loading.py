@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from ..functions import FUNCTIONS
+from ..rows import ALL
 from .peers import PEERS
 from .protocol import OURS, Target
 
@@ -58,6 +59,7 @@ def wrap(found: Any, name: str) -> Target:
         found = _of_function(found)
     if not _offers(found):
         raise ImportError(f"target {name!r} has none of the public names, such as attention or rms_norm")
+    _check_dtypes(getattr(found, "DTYPES", ALL), name)
     framework = getattr(found, "FRAMEWORK", None) or {v: k for k, v in OURS.items()}.get(name, "numpy")
     if framework == "numpy":
         return Target(found, name)
@@ -70,6 +72,12 @@ def wrap(found: Any, name: str) -> Target:
 
         return JaxTarget(found, name, os.environ.get(DEVICE))
     raise ImportError(f"FRAMEWORK of target {name!r} must be 'numpy', 'torch' or 'jax'; got {framework!r}")
+
+
+def _check_dtypes(given: Any, name: str) -> None:
+    """A name that is misspelt would be a dtype that nobody judges."""
+    if not isinstance(given, tuple | list | set | frozenset) or not given or any(one not in ALL for one in given):
+        raise ImportError(f"DTYPES of target {name!r} must be a tuple of some of {', '.join(ALL)}; got {given!r}")
 
 
 def _offers(found: Any) -> bool:

@@ -198,6 +198,13 @@ def test_a_program_that_goes_wrong_is_quoted(tmp_path, text, said):
             "wrong_target",
             "must be 'numpy', 'torch' or 'jax'; got 'theano'",
         ),
+        (
+            "DTYPES = ('float64', 'fp32')\nattention = print\n",
+            "wrong_target",
+            "DTYPES of target 'wrong_target' must be a",
+        ),
+        ("DTYPES = 'float32'\nattention = print\n", "wrong_target", "got 'float32'"),
+        ("DTYPES = 32\nattention = print\n", "wrong_target", "float64, float32, bfloat16, float16; got 32"),
         (None, "command:no_such_program_here {inputs} {outputs}", "there is no program no_such_program_here"),
         (None, "command:cat {inputs}", "must have {outputs} among its arguments"),
         (None, "no_such_module_here", "looked in the current folder too: for a module elsewhere, set PYTHONPATH"),
