@@ -42,7 +42,7 @@ def ours(package, kind, source, *arguments, dtype="float64", **named):
     return back(module(*(to(package, x) for x in arguments), **to(package, named)))
 
 
-def close(got, want, tolerance=1e-12):
+def check_close(got, want, tolerance=1e-12):
     assert got.shape == want.shape
     assert np.abs(got - want).max() < tolerance * max(1.0, np.abs(want).max())
 
@@ -70,7 +70,7 @@ def test_torch_attention_with_its_blocked_masks(package, bias):
     want, _ = source(y, y, y, attn_mask=torch.from_numpy(blocked), key_padding_mask=torch.from_numpy(padded))
     mask = back(P.combine_masks(P.from_blocked(to(package, blocked[None, None])),
                                 P.from_blocked(to(package, padded[:, None, None]))))  # fmt: skip
-    close(ours(package, "MultiHeadAttention", source, x, mask=mask), want.detach().numpy())
+    check_close(ours(package, "MultiHeadAttention", source, x, mask=mask), want.detach().numpy())
 
 
 def test_torch_attention_reads_a_context():
@@ -80,7 +80,7 @@ def test_torch_attention_reads_a_context():
     padded = torch.from_numpy(np.arange(S) >= np.array([[5], [3]]))
     want, _ = source(torch.from_numpy(x), key, key, key_padding_mask=padded)
     got = ours("core_numpy", "MultiHeadAttention", source, x, context=context, context_lengths=np.array([5, 3]))
-    close(got, want.detach().numpy())
+    check_close(got, want.detach().numpy())
 
 
 def test_separate_projections_are_taken_as_they_are():
@@ -133,7 +133,7 @@ def test_torch_encoder_layer(package, name):
     want = source(torch.from_numpy(x), src_mask=torch.from_numpy(blocked)).detach().numpy()
     mask = back(P.from_blocked(to(package, blocked)))
     assert P.import_params(source).config.dropout == 0.2
-    close(ours(package, "Block", source, x, mask=mask), want)
+    check_close(ours(package, "Block", source, x, mask=mask), want)
 
 
 @pytest.mark.parametrize("package", QUICK)
@@ -149,7 +149,7 @@ def test_torch_decoder_layer(package, name):
                   memory_key_padding_mask=padded).detach().numpy()  # fmt: skip
     mask = back(P.from_blocked(to(package, blocked)))
     got = ours(package, "Block", source, x, mask=mask, context=context, context_lengths=np.array([5, 2]))
-    close(got, want)
+    check_close(got, want)
 
 
 # torch says that an odd number of heads keeps it from a faster path.
@@ -174,7 +174,7 @@ def test_torch_transformer_with_embeddings_put_in(package, first):
     if package == "backend_torch":
         model.eval()
     got = back(model(to(package, ids), context=to(package, source_ids), context_lengths=to(package, np.array([5, 3]))))
-    close(got, want)
+    check_close(got, want)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -192,7 +192,7 @@ def test_nnx_attention_with_its_masks(package):
     mask = np.array([[1, 0, 1, 0], [1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 1]], bool)
     want = np.asarray(source(jnp.asarray(x), mask=jnp.asarray(mask)[None, None], deterministic=True))
     assert P.import_params(source).config.dropout == 0.3
-    close(ours(package, "MultiHeadAttention", source, x, mask=mask), want)
+    check_close(ours(package, "MultiHeadAttention", source, x, mask=mask), want)
 
 
 def test_nnx_norm_of_queries_and_keys_is_refused():
@@ -211,8 +211,8 @@ def test_linen_variables():
     variables = module.init(jax.random.key(0), x)
     mask = np.tril(np.ones((T, T), bool))
     want = np.asarray(module.apply(variables, x, mask=mask[None, None]))
-    close(ours("core_numpy", "MultiHeadAttention", variables, x, mask=mask), want)
-    close(ours("core_numpy", "MultiHeadAttention", variables["params"], x, mask=mask), want)
+    check_close(ours("core_numpy", "MultiHeadAttention", variables, x, mask=mask), want)
+    check_close(ours("core_numpy", "MultiHeadAttention", variables["params"], x, mask=mask), want)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -229,7 +229,7 @@ def test_keras_attention_with_its_masks(bias):
         variable.assign(rng.standard_normal(variable.shape) * 0.4)
     mask = np.array([[1, 0, 1, 0], [1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 1]], bool)
     want = keras.ops.convert_to_numpy(source(x, x, attention_mask=np.broadcast_to(mask, (B, T, T))))
-    close(ours("core_numpy", "MultiHeadAttention", source, x, mask=mask), want)
+    check_close(ours("core_numpy", "MultiHeadAttention", source, x, mask=mask), want)
 
 
 def test_bfloat16_keeps_its_bits():

@@ -46,7 +46,7 @@ def by_loops(shape, rule):
     return mask
 
 
-def same(got, want):
+def check_same(got, want):
     assert got.dtype == want.dtype and got.shape == want.shape
     np.testing.assert_array_equal(got, want)
 
@@ -54,25 +54,25 @@ def same(got, want):
 @pytest.mark.parametrize(("T", "S", "offset"), SHAPES)
 def test_causal_is_key_up_to_query_plus_offset(call, T, S, offset):
     want = by_loops((T, S), lambda _, i, j: j <= i + (offset or 0))
-    same(call("causal_mask", T, S, q_offset=offset), want)
+    check_same(call("causal_mask", T, S, q_offset=offset), want)
     if T == S:
-        same(call("causal_mask", T), want)
+        check_same(call("causal_mask", T), want)
 
 
 def test_causal_on_paper(call):
-    same(call("causal_mask", 2, 3, q_offset=1), np.array([[1, 1, 0], [1, 1, 1]], dtype=bool))
-    same(call("causal_mask", 2, 3, q_offset=0), np.array([[1, 0, 0], [1, 1, 0]], dtype=bool))
+    check_same(call("causal_mask", 2, 3, q_offset=1), np.array([[1, 1, 0], [1, 1, 1]], dtype=bool))
+    check_same(call("causal_mask", 2, 3, q_offset=0), np.array([[1, 0, 0], [1, 1, 0]], dtype=bool))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
 def test_offsets_per_batch_element_give_the_full_rank(call, dtype):
     offsets = np.array([0, 100, 3], dtype=dtype) if dtype is np.uint8 else np.array([-2, 100, 3], dtype=dtype)
     want = by_loops((3, 1, 4, 6), lambda b, i, j: j <= i + int(offsets[b]))
-    same(call("causal_mask", 4, 6, q_offset=offsets), want)
+    check_same(call("causal_mask", 4, 6, q_offset=offsets), want)
     want = by_loops((3, 1, 4, 6), lambda b, i, j: i + int(offsets[b]) - 2 <= j <= i + int(offsets[b]) + 1)
-    same(call("sliding_window_mask", 4, 6, left=2, right=1, q_offset=offsets), want)
+    check_same(call("sliding_window_mask", 4, 6, left=2, right=1, q_offset=offsets), want)
     # An array without axes is the same as the number.
-    same(call("causal_mask", 4, 6, q_offset=np.asarray(offsets[2])), call("causal_mask", 4, 6, q_offset=3))
+    check_same(call("causal_mask", 4, 6, q_offset=np.asarray(offsets[2])), call("causal_mask", 4, 6, q_offset=3))
 
 
 @pytest.mark.parametrize(("T", "S", "offset"), SHAPES)
@@ -82,7 +82,7 @@ def test_a_window_counts_distances(call, T, S, offset, left, right):
         at = i + (offset or 0)
         return (left is None or at - left <= j) and (right is None or j <= at + right)
 
-    same(call("sliding_window_mask", T, S, left=left, right=right, q_offset=offset), by_loops((T, S), rule))
+    check_same(call("sliding_window_mask", T, S, left=left, right=right, q_offset=offset), by_loops((T, S), rule))
 
 
 def test_a_window_of_two_to_the_left_sees_three_keys(call):
@@ -90,23 +90,23 @@ def test_a_window_of_two_to_the_left_sees_three_keys(call):
 
 
 def test_padding_masks_keys_at_and_past_the_length(call):
-    same(call("padding_mask", LENGTHS, 5), by_loops((3, 1, 1, 5), lambda b, _, j: j < LENGTHS[b]))
+    check_same(call("padding_mask", LENGTHS, 5), by_loops((3, 1, 1, 5), lambda b, _, j: j < LENGTHS[b]))
     assert call("padding_mask", LENGTHS[:0], 5).shape == (0, 1, 1, 5)
     assert call("padding_mask", LENGTHS * 0, 0).shape == (3, 1, 1, 0)
 
 
 def test_padding_from_tokens_masks_the_padding_token_wherever_it_stands(call):
     tokens = np.array([[7, 7, 1, 2, 7], [3, 7, 7, 7, 7]], dtype=np.int32)
-    same(call("padding_mask_from_tokens", tokens, 7), by_loops((2, 1, 1, 5), lambda b, _, j: tokens[b, j] != 7))
-    same(call("padding_mask_from_tokens", tokens, -1), np.ones((2, 1, 1, 5), dtype=bool))
+    check_same(call("padding_mask_from_tokens", tokens, 7), by_loops((2, 1, 1, 5), lambda b, _, j: tokens[b, j] != 7))
+    check_same(call("padding_mask_from_tokens", tokens, -1), np.ones((2, 1, 1, 5), dtype=bool))
 
 
 def test_segments_match_equal_ids_and_padding_matches_nothing(call):
     of_q = np.array([[0, 0, 1, -1], [2, -2, -2, 0]], dtype=np.int32)
     of_k = np.array([[0, 1, -1, 0, 2], [-2, 2, 2, 0, -1]], dtype=np.int32)
     want = by_loops((2, 1, 4, 5), lambda b, i, j: of_q[b, i] == of_k[b, j] and of_q[b, i] >= 0)
-    same(call("segment_mask", of_q, of_k), want)
-    same(call("segment_mask", of_q), call("segment_mask", of_q, of_q))
+    check_same(call("segment_mask", of_q, of_k), want)
+    check_same(call("segment_mask", of_q), call("segment_mask", of_q, of_q))
     assert not call("segment_mask", of_q)[0, 0, 3].any()
 
 
@@ -115,27 +115,27 @@ def test_a_prefix_is_open_and_the_rest_causal(call, offset):
     def rule(b, i, j):
         return j < LENGTHS[b] or j <= i + int(offset[b] if np.ndim(offset) else offset)
 
-    same(call("prefix_mask", 4, 5, LENGTHS, q_offset=offset), by_loops((3, 1, 4, 5), rule))
-    same(call("prefix_mask", 5, None, LENGTHS), call("prefix_mask", 5, 5, LENGTHS, q_offset=0))
+    check_same(call("prefix_mask", 4, 5, LENGTHS, q_offset=offset), by_loops((3, 1, 4, 5), rule))
+    check_same(call("prefix_mask", 5, None, LENGTHS), call("prefix_mask", 5, 5, LENGTHS, q_offset=0))
 
 
 def test_a_prefix_opens_causality_only(call):
     """(causal or prefix) and the rest: a padded key in the prefix stays masked."""
     prefix, padding = call("prefix_mask", 3, None, np.array([2, 3])), call("padding_mask", np.array([1, 3]), 3)
     want = np.array([[[1, 0, 0]] * 3, [[1, 1, 1]] * 3], dtype=bool)[:, None]
-    same(call("combine_masks", prefix, padding), want)
+    check_same(call("combine_masks", prefix, padding), want)
 
 
 def test_combining_is_the_logical_and_and_none_restricts_nothing(call):
     causal, padding = np.tri(3, 5, dtype=bool), np.array([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=bool)[:, None, None]
-    same(call("combine_masks", causal, None, padding), causal & padding)
-    same(call("combine_masks", None, causal), causal)
+    check_same(call("combine_masks", causal, None, padding), causal & padding)
+    check_same(call("combine_masks", None, causal), causal)
     assert call("combine_masks", None, None) is None and call("combine_masks") is None
 
 
 def test_from_blocked_turns_the_meaning_round(call):
     blocked = np.array([[0, 1, 1], [0, 0, 1]], dtype=bool)
-    same(call("from_blocked", blocked), np.array([[1, 0, 0], [1, 1, 0]], dtype=bool))
+    check_same(call("from_blocked", blocked), np.array([[1, 0, 0], [1, 1, 0]], dtype=bool))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -155,7 +155,7 @@ def test_a_float64_bias_is_float64_or_refused(call, request):
 def test_positions_start_at_the_first_real_token(call):
     padding = np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]], dtype=bool)
     want = [[0, 0, 0, 1, 2], [0, 1, 1, 1, 1], [0, 0, 1, 1, 2], [0, 0, 0, 0, 0]]
-    same(call("positions_from_mask", padding), np.array(want, dtype=np.int32))
+    check_same(call("positions_from_mask", padding), np.array(want, dtype=np.int32))
 
 
 def test_inputs_are_not_written_to(call):
@@ -163,7 +163,7 @@ def test_inputs_are_not_written_to(call):
     for name, arguments in {"from_blocked": (), "combine_masks": (~mask,), "mask_to_bias": ("float32",)}.items():
         call(name, mask, *arguments)
     call("positions_from_mask", mask)
-    same(mask, np.array([[True, False], [False, True]]))
+    check_same(mask, np.array([[True, False], [False, True]]))
 
 
 BOOLS, INTS, FLOATS = np.ones((2, 3), bool), np.ones((2, 3), np.int32), np.ones((2, 3), np.float32)
@@ -252,13 +252,13 @@ def test_jax_builds_masks_from_traced_values():
             backend_jax.mask_to_bias(tokens != 1, "bfloat16"),
         )
     )(OFFSETS[:3], LENGTHS, OFFSETS[None], np.array([[1, 2, 3]], dtype=np.int32))
-    same(np.asarray(built[0]), core_numpy.causal_mask(4, 5, q_offset=OFFSETS[:3]))
-    same(np.asarray(built[1]), core_numpy.sliding_window_mask(4, 5, left=1, right=0, q_offset=OFFSETS[:3]))
-    same(np.asarray(built[2]), core_numpy.padding_mask(LENGTHS, 5))
-    same(np.asarray(built[3]), core_numpy.prefix_mask(4, 5, LENGTHS, q_offset=OFFSETS[:3]))
-    same(np.asarray(built[4]), core_numpy.segment_mask(OFFSETS[None]))
-    same(np.asarray(built[5]), np.array([[[[False, True, True]]]]))
-    same(np.asarray(built[6]), np.array([[0, 0, 1]], dtype=np.int32))
+    check_same(np.asarray(built[0]), core_numpy.causal_mask(4, 5, q_offset=OFFSETS[:3]))
+    check_same(np.asarray(built[1]), core_numpy.sliding_window_mask(4, 5, left=1, right=0, q_offset=OFFSETS[:3]))
+    check_same(np.asarray(built[2]), core_numpy.padding_mask(LENGTHS, 5))
+    check_same(np.asarray(built[3]), core_numpy.prefix_mask(4, 5, LENGTHS, q_offset=OFFSETS[:3]))
+    check_same(np.asarray(built[4]), core_numpy.segment_mask(OFFSETS[None]))
+    check_same(np.asarray(built[5]), np.array([[[[False, True, True]]]]))
+    check_same(np.asarray(built[6]), np.array([[0, 0, 1]], dtype=np.int32))
     assert np.asarray(built[7]).astype(np.float32).tolist() == [[-np.inf, 0, 0]]
 
 
@@ -266,7 +266,7 @@ def test_a_traced_number_may_be_the_offset_in_jax():
     jax = pytest.importorskip("jax")
     import backend_jax
 
-    same(np.asarray(jax.jit(lambda n: backend_jax.causal_mask(2, 5, q_offset=n))(3)), np.tri(2, 5, 3, dtype=bool))
+    check_same(np.asarray(jax.jit(lambda n: backend_jax.causal_mask(2, 5, q_offset=n))(3)), np.tri(2, 5, 3, dtype=bool))
 
 
 def test_torch_masks_live_where_their_tensors_do():
