@@ -156,6 +156,9 @@ def _run(options: argparse.Namespace) -> int:
     idle = [name for name in names if all(result.status == ABSENT for result in judged[name][0])]
     for name in idle:
         print(f"conformance run: {name} offers nothing that these cases ask for: nothing was judged", file=sys.stderr)
+    for name, about in facts.items():
+        if about.get("notes"):
+            print(f"conformance run: {name}: {'; '.join(about['notes'])}", file=sys.stderr)
     if said:
         print(f"conformance run: {', '.join(said)}: not judged", file=sys.stderr)
     return 3 if said else int(bool(idle) or any(result.status == FAILED for result in results))

@@ -176,6 +176,11 @@ def main(argv: Sequence[str]) -> int:
     return int(any(row["worst"] > LIMIT for row in table) or min(faults.values()) < GAP)
 
 
+def _taken(result: Result) -> float:
+    """A failure without a share (a wrong shape, a value that must be exact) is no small one."""
+    return (1.0 if result.status == FAILED else 0.0) if result.share is None else result.share
+
+
 def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Per target, kernel and dtype: how many calls, the median and the worst share, and where that was."""
     groups: dict[tuple[str, str, str], list[Result]] = {}
@@ -183,16 +188,15 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
         groups.setdefault((result.target, result.kernel, result.dtype), []).append(result)
     rows = []
     for (target, kernel, dtype), group in groups.items():
-        worst = max(group, key=lambda r: (r.status == FAILED, r.share))
+        worst = max(group, key=lambda r: (r.status == FAILED, _taken(r)))
         rows.append(
             {
                 "target": target,
                 "kernel": kernel,
                 "dtype": dtype,
                 "calls": len(group),
-                "median": float(f"{np.median([r.share for r in group]):.3g}"),
-                # A failure without a share (a wrong shape, a value that must be exact) is no small one.
-                "worst": float(f"{max(worst.share, 1.0 if worst.status == FAILED else 0.0):.3g}"),
+                "median": float(f"{np.median([_taken(r) for r in group]):.3g}"),
+                "worst": float(f"{max(_taken(worst), 1.0 if worst.status == FAILED else 0.0):.3g}"),
                 "where": f"{worst.function} {worst.where}",
             }
         )
@@ -228,7 +232,7 @@ def _plot(results: Sequence[Result], faults: dict[str, float], path: str) -> Non
     labels: list[tuple[str, ...]] = sorted({(r.target, r.kernel, r.dtype) for r in results})
     jitter = np.random.Generator(np.random.Philox(0))
     for x, label in enumerate(labels):
-        shares = [max(r.share, 1e-6) for r in results if (r.target, r.kernel, r.dtype) == label]
+        shares = [max(_taken(r), 1e-6) for r in results if (r.target, r.kernel, r.dtype) == label]
         axes.plot(x + jitter.uniform(-0.3, 0.3, len(shares)), shares, ".", alpha=0.4, markersize=3, color="steelblue")
     taken = list(faults.values())
     axes.plot(len(labels) + jitter.uniform(-0.4, 0.4, len(taken)), taken, "x", markersize=4, color="firebrick")

@@ -47,9 +47,8 @@ class Deviation:
         if not self.rounding:
             return True
         # Only results: a gradient that is off is not explained by how scores are stored.
-        return result.where.startswith("out") and roundings.explains(
-            self.rounding, result.case, result.dtype, result.share
-        )
+        measured = result.share is not None and result.where.startswith("out")
+        return measured and roundings.explains(self.rounding, result.case, result.dtype, result.share or 0.0)
 
 
 def load_deviations(target: str) -> tuple[Deviation, ...]:
@@ -91,5 +90,5 @@ def apply(target: str, results: Sequence[Result], *, whole: bool) -> list[Result
 def _stale(target: str, row: Deviation, detail: str) -> Result:
     return Result(
         case=row.cases[0], rules=(row.rule,), function="differences", target=target, dtype="any", kernel="any",
-        status=FAILED, share=0.0, where="", comparisons=0, detail=detail, seconds=0.0,
+        status=FAILED, share=None, where="", comparisons=0, detail=detail, seconds=0.0,
     )  # fmt: skip

@@ -342,6 +342,8 @@ def _looked(options: argparse.Namespace) -> tuple[str, list[Row], dict[str, Arra
                     seen[case.id] = found[1]
     finally:
         there.end()
+    if there.notes:
+        print(f"conformance diagnose: {options.target}: {'; '.join(there.notes)}", file=sys.stderr)
     return there.offer.name, judged, seen, lost
 
 

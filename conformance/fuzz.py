@@ -17,7 +17,7 @@ import numpy as np
 
 from .pairwise import Choice, completed
 from .rows import Case
-from .runner import FAILED, Result, judge_call
+from .runner import FAILED, Result, four_digits, judge_call
 from .space import attention_space, case_of, possible
 from .targets.protocol import NotOffered, Target
 
@@ -42,7 +42,7 @@ class Failure:
             "dtype": self.result.dtype,
             "kernel": self.result.kernel,
             "detail": self.result.detail,
-            "share": float(f"{self.result.share:.4g}"),
+            "share": four_digits(self.result.share),
             "shrunk": self.whole,
             "row": to_toml(self.case),
         }

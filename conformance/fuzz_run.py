@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .workers import IMPORT_TIMEOUT, MOST_LOST, THREADS, end_process
+from .summary import of_itself
+from .workers import IMPORT_TIMEOUT, MOST_LOST, THREADS, described, end_process
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass
@@ -51,7 +52,7 @@ def _work(name: str, seed: int, start: int, seconds: float, pipe: Any) -> None:
         for number, result, failure in steps:
             found = failure.to_dict() if failure else None
             pipe.send(("draw", (number, result.status == FAILED, result.status == ABSENT, found)))
-        pipe.send(("done", target.describe()))
+        pipe.send(("done", described(target)))
     except BaseException as error:
         kind = "missing" if isinstance(error, ImportError | LookupError) else "broken"
         pipe.send((kind, " ".join(str(error).split()) or type(error).__name__))
@@ -76,7 +77,7 @@ def fuzz_target(name: str, seed: int, seconds: float, timeout: float, seen: Call
         found.draws += 1
         found.failed += 1
         found.failures.append(
-            {"id": case_id, "dtype": "any", "kernel": "any", "detail": f"its process {why}", "share": 1e300,
+            {"id": case_id, "dtype": "any", "kernel": "any", "detail": f"its process {why}", "share": None,
              "shrunk": False, "row": row}
         )  # fmt: skip
         start, lost = number + 1, lost + 1
@@ -193,7 +194,8 @@ def document(found: Sequence[Fuzzed], seed: int, seconds: float) -> dict[str, An
                 "failed": one.failed,
                 "not offered": one.absent,
                 "failures": one.failures,
-                "about": one.facts,
+                "about": of_itself(one.facts),
+                **({"notes": one.facts["notes"]} if "notes" in one.facts else {}),
             }
             for one in found
         },
@@ -206,6 +208,8 @@ def _print(found: Sequence[Fuzzed]) -> None:
             small = "" if failure["shrunk"] else " (not made as small as it can be)"
             print(f"# {one.target}, {failure['dtype']}, kernel {failure['kernel']}: {failure['detail']}{small}")
             print(failure["row"])
+        if "notes" in one.facts:
+            print(f"conformance run: {one.target}: {'; '.join(one.facts['notes'])}", file=sys.stderr)
         print(
             f"{one.target}: {one.draws} random cases, {one.failed} failed in {len(one.failures)} different ways, "
             f"{one.absent} not offered"

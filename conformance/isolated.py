@@ -18,12 +18,14 @@ from .workers import IMPORT_TIMEOUT, MOST_LOST, end_process, lost_call, set_apar
 
 @dataclass(frozen=True)
 class Offer:
-    """What `runner.calls` and `models.model_dtypes` want to know of a target that is elsewhere."""
+    """What `runner.calls` and `models.model_dtypes` want to know of a target that is elsewhere; notes: what its author
+    should be told (spelling.py)."""
 
     name: str
     compiles: bool
     served: tuple[str, ...]
     listed: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def dtypes(self) -> tuple[str, ...]:
         return self.served
@@ -38,12 +40,14 @@ class LostError(Exception):
 
 def _serve(name: str, pipe: Any) -> None:
     """What the process does: ("ready", offer), then an answer for each question."""
+    from .spelling import misspelt
     from .targets import load
 
     set_apart()
     try:
         target = load(name)
-        offer = Offer(target.name, target.compiles, tuple(target.dtypes()), tuple(target.kernels()))
+        said = tuple(misspelt(target.module))
+        offer = Offer(target.name, target.compiles, tuple(target.dtypes()), tuple(target.kernels()), said)
     except Exception as error:
         pipe.send(("missing", _sentence(error)))
         return
@@ -75,6 +79,7 @@ class Isolated:
         self.process: Any = None
         self.lost: dict[str, int] = {}
         self.offer = self._start()
+        self.notes = self.offer.notes
 
     def ask(self, about: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(target, *arguments), there; LostError where there is no answer. A name that it is `about` is not
@@ -138,9 +143,11 @@ class InProcess:
     """The same in this process, for debuggers and coverage: what hangs here hangs pytest."""
 
     def __init__(self, name: str, level: str) -> None:
+        from .spelling import misspelt
         from .targets import load
 
         self.offer, self.level = load(name), level
+        self.notes = tuple(misspelt(self.offer.module))
 
     def ask(self, about: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self.offer, *arguments)

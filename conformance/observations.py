@@ -25,7 +25,8 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """A case in the dtype and kernel in which it is looked at; share: of its budget, over 1 failed."""
+    """A case in the dtype and kernel in which it is looked at; share: of its budget, over 1 failed,
+    and 0 where it has no number."""
 
     case: Case | ModelCase
     dtype: str
@@ -52,7 +53,7 @@ def row_of(target: Target, case: Case | ModelCase, level: str = "quick") -> Row 
     if worst is None:
         return None
     case = as_offered(case, target)[0] if isinstance(case, Case) else case
-    return Row(case, worst.dtype, worst.kernel, worst.share, worst.status == FAILED)
+    return Row(case, worst.dtype, worst.kernel, worst.share or 0.0, worst.status == FAILED)
 
 
 def look_at(target: Target, case: Case | ModelCase, level: str = "quick") -> tuple[Row, Arrays] | None:

@@ -61,7 +61,7 @@ def features_of(case: Any) -> list[str]:
 
 def cell(results: Sequence[Result]) -> str:
     """Worst share of the budget of what passed; known differences behind it; a dash where nothing is offered."""
-    passed = [r.share for r in results if r.status == PASSED]
+    passed = [r.share for r in results if r.status == PASSED and r.share is not None]
     known, failed = (sum(r.status == status for r in results) for status in (KNOWN, FAILED))
     parts = [f"{100 * max(passed):.0f} %"] if passed else []
     parts += [f"{known} known"] if known else []

@@ -74,6 +74,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(str(error)) from error
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for name, target in config.stash.get(_loaded, {}).items():
+        if target.notes:
+            terminalreporter.write_line(f"{name}: {'; '.join(target.notes)}")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     for target in config.stash.get(_loaded, {}).values():
         target.end()
@@ -149,7 +155,8 @@ class Call(pytest.Item):
 
         assert isinstance(self.parent, Judged)
         result = judge_there(self.parent.there, self.case, self.dtype, self.kernel)
-        self.user_properties += [("share", result.share), ("comparisons", result.comparisons)]
+        self.user_properties += [("share", result.share)] if result.share is not None else []
+        self.user_properties.append(("comparisons", result.comparisons))
         if result.status == ABSENT:
             pytest.skip(f"not offered: {result.detail}")
         if result.status == FAILED:

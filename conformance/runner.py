@@ -32,8 +32,12 @@ KNOWN = "known difference"
 
 @dataclass(frozen=True)
 class Result:
-    """One judged call. share: of the error budget, over 1 fails; comparisons: how many were made; errors: where the
-    worst array is off (errormap.py), None where no arrays were compared."""
+    """One judged call.
+
+    share: of the error budget, over 1 fails; None where there is no number: a wrong shape, an error, what must be
+    exact, what is not offered. comparisons: how many were made. errors: where the worst array is off (errormap.py),
+    None where no arrays were compared.
+    """
 
     case: str
     rules: tuple[str, ...]
@@ -42,7 +46,7 @@ class Result:
     dtype: str
     kernel: str
     status: str
-    share: float
+    share: float | None
     where: str
     comparisons: int
     detail: str
@@ -136,9 +140,11 @@ def as_offered(case: Case, target: Target) -> tuple[Case, str]:
 def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[Tally], None]) -> Result:
     """Run `work` and turn what happens into a result; whatever a target raises fails this case and no other."""
     begun, tally, status, detail = time.perf_counter(), Tally(), PASSED, ""
+    measured = False
     try:
         with target.scope(dtype):
             work(tally)
+        measured = tally.count > 0 and bool(np.isfinite(tally.share))
         if tally.count == 0:
             status, detail = FAILED, "the case compared nothing"
         elif not tally.share <= 1.0:
@@ -164,13 +170,18 @@ def judged(case: Any, target: Target, dtype: str, kernel: str, work: Callable[[T
         dtype=dtype,
         kernel=kernel,
         status=status,
-        share=tally.share if np.isfinite(tally.share) else 1e300,
+        share=tally.share if measured else None,
         where=tally.where,
         comparisons=tally.count,
         detail=printable(detail),
         seconds=seconds,
         errors=None if tally.worst is None else error_map(*tally.worst),
     )
+
+
+def four_digits(share: float | None) -> float | None:
+    """A share as the documents have it."""
+    return None if share is None else float(f"{share:.4g}")
 
 
 def printable(text: str) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .runner import ABSENT, FAILED, KNOWN, PASSED, Result, printable
+from .runner import ABSENT, FAILED, KNOWN, PASSED, Result, four_digits, printable
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def environment(facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def document(
     suite: str | None = None,
     unusable: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The JSON document of a run: per target its counts and every judged call. facts: what each target says of itself.
+    """The JSON document of a run: per target its counts and every judged call. facts: what each target says of itself,
+    and under "notes" what it should be told.
     suite: the outside suite that was run, None for our own cases. unusable: the targets that could not be judged, and
     why. A call has "errors", where it is off, if it failed or if it used the most of its budget among the calls of its
     case.
@@ -47,17 +48,28 @@ def document(
         mine = [r for r in results if r.target == name]
         worst: dict[str, Result] = {}
         for r in mine:
-            if r.status == PASSED and (r.case not in worst or r.share > worst[r.case].share):
+            if r.status == PASSED and (r.case not in worst or used(r) > used(worst[r.case])):
                 worst[r.case] = r
-        named[name] = {"counts": counts(mine), "cases": [_call(r, worst.get(r.case) is r) for r in mine]}
+        notes = {"notes": facts[name]["notes"]} if facts[name].get("notes") else {}
+        named[name] = {"counts": counts(mine), "cases": [_call(r, worst.get(r.case) is r) for r in mine], **notes}
     return {
         "schema": SCHEMA,
         "level": level,
         "suite": suite,
         "targets": named,
         "unusable": unusable or {},
-        "environment": environment(facts),
+        "environment": environment({name: of_itself(about) for name, about in facts.items()}),
     }
+
+
+def of_itself(about: dict[str, Any]) -> dict[str, Any]:
+    """What a target says of itself, without what is said of it."""
+    return {name: value for name, value in about.items() if name != "notes"}
+
+
+def used(r: Result) -> float:
+    """The share of the budget for comparing calls: what has no number comes behind what has one."""
+    return -1.0 if r.share is None else r.share
 
 
 def _call(r: Result, worst: bool) -> dict[str, Any]:
@@ -68,7 +80,7 @@ def _call(r: Result, worst: bool) -> dict[str, Any]:
         "dtype": r.dtype,
         "kernel": r.kernel,
         "status": r.status,
-        "share": float(f"{r.share:.4g}"),
+        "share": four_digits(r.share),
         "where": r.where,
         "comparisons": r.comparisons,
         "detail": r.detail,
@@ -145,23 +157,28 @@ GROUPS = (
 
 
 def rows(results: Sequence[Result], target: str) -> list[dict[str, Any]]:
-    """Per group of functions: the counts, and the worst share of the budget with its case."""
+    """Per group of functions: the counts, and the worst share of the budget with its case; None where it has none."""
     table = []
     for group, functions in GROUPS:
         mine = [r for r in results if r.target == target and r.function in functions]
         if not mine:
             continue
         judged = [r for r in mine if r.status not in (ABSENT, KNOWN)]
-        worst = max(judged, key=lambda r: (r.status == FAILED, r.share), default=None)
+        worst = max(judged, key=lambda r: (r.status == FAILED, used(r)), default=None)
         table.append(
             {
                 "group": group,
                 **counts(mine),
-                "share": worst.share if worst else 0.0,
+                "share": worst.share if worst else None,
                 "worst": f"{worst.case} ({worst.dtype}, {worst.kernel})" if worst else "",
             }
         )
     return table
+
+
+def percent(share: float | None) -> str:
+    """A share of the budget for the terminal; a dash where there is none."""
+    return "–" if share is None else f"{100 * min(share, 1e4):.3g} %"
 
 
 def print_run(
@@ -176,14 +193,14 @@ def print_run(
 
     console = Console(width=None if sys.stdout.isatty() else 118)
     for target, about in facts.items():
-        table = Table(title=f"{target}: {', '.join(f'{k} {v}' for k, v in about.items())}")
+        table = Table(title=f"{target}: {', '.join(f'{k} {v}' for k, v in of_itself(about).items())}")
         for name in ("", "passed", "failed", "not offered", "compared", "budget used", "worst case"):
             table.add_column(name, justify="left" if name in ("", "worst case") else "right", overflow="fold")
         for row in rows(results, target):
             style = "red" if row[FAILED] else ""
             table.add_row(
                 row["group"], str(row[PASSED]), str(row[FAILED]), str(row[ABSENT]), str(row["comparisons"]),
-                f"{100 * min(row['share'], 1e4):.3g} %", row["worst"], style=style,
+                percent(row["share"]), row["worst"], style=style,
             )  # fmt: skip
         console.print(table)
     wrong = [r for r in results if r.status == FAILED]

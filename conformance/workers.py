@@ -148,7 +148,15 @@ def judge_target(
         seen(f"{name} {case.id}")
     if not pattern and suite is None:
         results += run_surface(target)
-    return results, target.describe()
+    return results, described(target)
+
+
+def described(target: Any) -> dict[str, Any]:
+    """What a target says of itself; under "notes" what it should be told (spelling.py)."""
+    from .spelling import misspelt
+
+    notes = misspelt(target.module)
+    return target.describe() | ({"notes": notes} if notes else {})
 
 
 def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: set[int], pipe: Any) -> None:
@@ -173,7 +181,7 @@ def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: s
         if not pattern and suite is None and SURFACE not in skip:
             for result in run_surface(target):
                 pipe.send(("result", result))
-        pipe.send(("done", target.describe()))
+        pipe.send(("done", described(target)))
     except BaseException as error:  # what the parent must say in one line
         kind = "missing" if isinstance(error, ImportError) else "broken"
         pipe.send((kind, " ".join(str(error).split()) or type(error).__name__))
@@ -271,7 +279,7 @@ def lost_call(case: Any, target: str, why: str, dtype: str = "any", kernel: str 
     """The failure of a call, or of all calls of a case, of which there is no answer."""
     return Result(
         case=case.id, rules=case.rules, function=case.function, target=target, dtype=dtype, kernel=kernel,
-        status=FAILED, share=1e300, where="", comparisons=0, detail=why, seconds=0.0,
+        status=FAILED, share=None, where="", comparisons=0, detail=why, seconds=0.0,
     )  # fmt: skip
 
 

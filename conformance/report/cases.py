@@ -64,7 +64,7 @@ def _entry(target: str, name: str, calls: Sequence[Mapping[str, Any]], case: Any
             {
                 "how": _how(call),
                 "status": status,
-                "share": call.get("share") or 0.0,
+                "share": call.get("share"),
                 "comparisons": call.get("comparisons", 0),
                 "detail": call.get("detail") or call.get("where", ""),
             }

@@ -93,8 +93,10 @@ def render(
     return page
 
 
-def percent(share: float) -> str:
-    """A share of the budget; what no budget can measure (a NaN, an infinity) is said as such."""
+def percent(share: float | None) -> str:
+    """A share of the budget; a dash where there is none (a wrong shape, an error, a value that must be exact)."""
+    if share is None:
+        return "–"
     return f"{100 * share:.3g} %" if math.isfinite(share) else "beyond measure"
 
 

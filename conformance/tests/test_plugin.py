@@ -56,7 +56,16 @@ def test_each_call_of_a_case_is_a_test_and_what_is_lacking_is_skipped(run):
 def test_an_id_selects_one_test(run):
     one = "conformance.plugin::my_kernel::silu[float32-auto]"
     status, output = run("--pyargs", one, "--target", "my_kernel", "-v")
-    assert status == 0 and count("passed", output) == 1
+    assert status == 0 and count("passed", output) == 1 and "argument" not in output
+
+
+def test_a_misspelt_argument_is_named_at_the_end(run, tmp_path):
+    with (tmp_path / "my_kernel.py").open("a") as file:
+        file.write("def softmax(x, *, axes=-1):\n    return x\n")
+    one = "conformance.plugin::my_kernel::silu[float32-auto]"
+    status, output = run("--pyargs", one, "--target", "my_kernel")
+    said = "my_kernel: softmax takes axes, which is no argument of the contract; did you mean axis?"
+    assert status == 0 and said in output.splitlines()
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def test_the_lab_has_its_claims_pictures_and_link():
 
 
 def test_shares_are_percentages():
-    assert percent(0.1234) == "12.3 %" and percent(float("inf")) == "beyond measure"
+    assert percent(0.1234) == "12.3 %" and percent(float("inf")) == "beyond measure" and percent(None) == "–"
 
 
 def test_the_file_is_written_whole(tmp_path):

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from conformance import summary
+import numpy as np
+
+from conformance import summary, workers
 from conformance.__main__ import main
 from conformance.rows import load_cases
 from conformance.runner import ABSENT, FAILED, KNOWN, PASSED, Result, printable, run_case
@@ -51,6 +53,30 @@ def test_the_table_counts_by_group_and_lists_what_failed(capsys):
     ]  # fmt: skip
     assert "FAILED mine relu (float64, auto): out[0] is off by <7> & more" in said
     assert said.strip().endswith("2 passed, 1 failed, 1 not offered, 1 known differences; 12 comparisons")
+
+
+def test_a_failure_without_a_number_has_a_dash_and_null_in_place_of_a_share(tmp_path, capsys):
+    """Nothing used 0 % of its budget that came back in a wrong shape."""
+    (case,) = [case for case in load_cases() if case.id == "relu"]
+    kinds = {
+        "shaped": lambda x: x[..., :1],
+        "raises": lambda x: 1 / 0,
+        "halves": lambda x: np.maximum(x, 0) / 2,
+        "right": lambda x: np.maximum(x, 0),
+    }
+    shares = {}
+    for name, relu in kinds.items():
+        result = next(run_case(case, Target(type("T", (), {"relu": staticmethod(relu)})(), name)))
+        assert (result.status == PASSED) is (name == "right")
+        shares[name] = summary.document([result], {name: {}}, "quick")["targets"][name]["cases"][0]["share"]
+        summary.print_run([result], {name: {}})
+        row = next(line for line in capsys.readouterr().out.splitlines() if "layers" in line)
+        budget = row.split("│")[1:-1][5].strip()
+        assert (budget == "–") is (shares[name] is None), budget
+    assert shares["shaped"] is shares["raises"] is None and shares["right"] == 0.0 and shares["halves"] > 1.0
+    lost = workers.lost_call(case, "mine", "died")
+    assert summary.document([lost], {"mine": {}}, "quick")["targets"]["mine"]["cases"][0]["share"] is None
+    assert summary.rows([lost, replace(CALL, status=FAILED, share=7.0)], "mine")[0]["share"] == 7.0
 
 
 def test_a_failing_case_says_its_reason_once(capsys):

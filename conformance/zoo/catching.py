@@ -60,7 +60,7 @@ def catch(fault: Fault, level: str = "quick", *, first: bool = False) -> Caught:
                 if result.status != FAILED or _RAISED.match(result.detail):
                     continue
                 failed = True
-                share = max(share, result.share)
+                share = max(share, result.share or 0.0)
                 if first:
                     return Caught(fault, (case.id,), share)
             if failed:

@@ -97,7 +97,7 @@ def share(kind: str, case_id: str, dtype: str) -> float:
 
     written = next((case for case in load_cases() if case.id == case_id), None)
     case = written or next(case for case in select("exhaustive") if case.id == case_id)
-    return judge(case, Target(Plain(kind), f"plain {kind}"), dtype).share
+    return judge(case, Target(Plain(kind), f"plain {kind}"), dtype).share or 0.0
 
 
 def explains(kind: str, case_id: str, dtype: str, found: float) -> bool:
