@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,11 @@ from .models import ModelCase
 from .observations import Arrays, Row, bounds_of, cases_of, distance, look_at, observe, rows_of
 from .progress import Bar
 from .reference import reference
-from .targets.protocol import Target
+from .targets.protocol import STRIDED, Target
 from .workers import THREADS, no_case, on_device
 from .workers import TIMEOUT as CALL_TIMEOUT
 from .zoo.catching import touched
-from .zoo.every import all_faults
+from .zoo.every import all_faults, group_of
 from .zoo.faults import Fault, Faulty
 
 # Failing rows that every hypothesis is tried on; those that explain any are tried on all rows.
@@ -41,6 +41,9 @@ FIRST = 10
 BEST, SHOWN = 12, 3
 # Guesses that more cases speak against than for are none: on the zoo the first guess has 0.75 at least.
 LEAST = 0.5
+# Guesses by the size of errors: how many times larger or smaller they may be, how many cases they need, and which part
+# of those that speak. A wrong scale or mask is some hundred times larger than any rounding to bfloat16.
+ALIKE, FEW, MOSTLY = 3.0, 3, 0.75
 # Seconds for a diagnosis in a process of its own.
 TIMEOUT = 300.0
 
@@ -48,7 +51,8 @@ TIMEOUT = 300.0
 @dataclass(frozen=True)
 class Guess:
     """explained: failing rows whose numbers the fault gives. contradicted: rows where it should show and does not, or
-    shows otherwise. closest, share: the explained row with the target nearest to the fault, in shares of its budget."""
+    shows otherwise. closest, share: the explained row with the target nearest to the fault, in shares of its budget.
+    by_size: not the digits agree but how large the errors are, share to away times the fault's."""
 
     fault: Fault
     explained: tuple[str, ...]
@@ -56,6 +60,7 @@ class Guess:
     closest: str
     share: float
     away: float
+    by_size: bool = False
 
     @property
     def score(self) -> float:
@@ -83,9 +88,9 @@ class Bench:
 
     def of(self, name: str, row: Row) -> Arrays:
         """What the fault `name`, or "" for the reference, gives on a row."""
-        plain = Row(row.case, row.dtype, "auto", 0.0, False)
+        plain = Row(row.case, row.dtype, "auto", 0.0, False, row.strided)
         target = self.targets[name] if name else self.reference
-        return remembered(("seen", name, row.case.id, row.case.function, row.dtype), lambda: observe(target, plain))
+        return remembered(("seen", name, *_key(row)), lambda: observe(target, plain))
 
     def shows(self, fault: Fault, row: Row) -> bool:
         """Whether the fault changes the row's answer."""
@@ -96,7 +101,11 @@ class Bench:
             faulty = about(fault, row, self.of(fault.id, row))
             return distance(faulty, self.of("", row), bounds_of(row), row.dtype) > 1.0
 
-        return remembered(("shows", fault.id, row.case.id, row.case.function, row.dtype), make)
+        return remembered(("shows", fault.id, *_key(row)), make)
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row.case.id, row.case.function, row.dtype, row.strided
 
 
 def diagnose(target: Target, judged: Sequence[Row], bench: Bench) -> list[Guess]:
@@ -115,7 +124,7 @@ def explain(judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> lis
             break
         guesses.append(found[0])
         left = [row for row in left if row.case.id not in found[0].explained]
-    return [*guesses, *_rounding(left)][:SHOWN]
+    return [*guesses, *_by_size(left, judged, seen, bench), *_rounding(left)][:SHOWN]
 
 
 def _rounding(left: Sequence[Row]) -> list[Guess]:
@@ -148,8 +157,12 @@ def _spread(left: Sequence[Row], number: int) -> list[Row]:
 
 
 def _fits(fault: Fault, row: Row, seen: dict[str, Arrays], bench: Bench) -> bool:
-    """Within the budget of the fault, and nearer to it than to the contract."""
+    """Within the budget of the fault, and nearer to it than to the contract; where arrays that lie in one way give the
+    first failure, the fault must not show in the ways before."""
     if row.case.function not in touched(fault):
+        return False
+    ways = ("", *STRIDED)
+    if any(bench.shows(fault, replace(row, strided=way)) for way in ways[: ways.index(row.strided)]):
         return False
     near, far = _away(fault, row, seen, bench)
     return near <= 1.0 and 2.0 * near < far
@@ -179,9 +192,54 @@ def _guess(fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[
             near, far = _away(fault, row, seen, bench)
             if near < share or (near == share and np.isfinite(far) and not np.isfinite(away)):
                 closest, share, away = row.case.id, near, far
+        elif _both_raise(fault, row, seen, bench):
+            continue
         elif bench.shows(fault, row) or (row.case.id in open_rows and row.case.function in touched(fault)):
             against.append(row.case.id)
     return Guess(fault, tuple(explained), tuple(against), closest, share, away)
+
+
+def _both_raise(fault: Fault, row: Row, seen: dict[str, Arrays], bench: Bench) -> bool:
+    """Errors of two kinds say nothing for a fault, and nothing against it: each framework has its own."""
+    return (
+        row.failed
+        and row.case.function in touched(fault)
+        and "error" in seen[row.case.id]
+        and "error" in bench.of(fault.id, row)
+    )
+
+
+def _by_size(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:
+    """Cases that fail in float32 by as much as a shorter type takes: what is rounded where differs from program to
+    program, so that no fault gives the same digits; its errors are as large."""
+    open_rows = {row.case.id for row in left if row.dtype == "float32" and row.share > 1.0 and not row.strided}
+    if len(open_rows) < FEW:
+        return []
+    guesses = []
+    for fault in [one for one in bench.faults if group_of(one) == "precision"]:
+        asked = [row for row in judged if row.dtype == "float32" and row.case.function in touched(fault)]
+        sizes = {row.case.id: _size(fault, row, seen, bench) for row in asked if row.case.id in open_rows}
+        alike = {name: size for name, size in sizes.items() if 1.0 / ALIKE <= size <= ALIKE}
+        against = [r.case.id for r in asked if r.case.id not in alike and (r.case.id in sizes or bench.shows(fault, r))]
+        if len(alike) >= FEW:
+            small, large = min(alike.values()), max(alike.values())
+            guesses.append(Guess(fault, tuple(alike), tuple(against), "", small, large, by_size=True))
+    guesses = [guess for guess in guesses if guess.score >= MOSTLY]
+    return sorted(guesses, key=lambda guess: (-guess.score, abs(np.log(guess.share * guess.away))))[:1]
+
+
+def _size(fault: Fault, row: Row, seen: dict[str, Arrays], bench: Bench) -> float:
+    """How large the target's errors are on a row, as a multiple of the fault's: root mean squares in budgets."""
+    got, like, right, bounds = seen[row.case.id], bench.of(fault.id, row), bench.of("", row), bounds_of(row)
+    squares = np.zeros(2)
+    for name, bound in bounds.items():
+        if name.startswith("gradient of ") or name not in got or name not in like or got[name].shape != bound.shape:
+            continue
+        for i, found in enumerate((got, like)):
+            error = np.asarray(found[name], dtype=np.float64) - np.asarray(right[name], dtype=np.float64)
+            shares = np.divide(error, bound, out=np.zeros(bound.shape), where=(bound > 0) & np.isfinite(error))
+            squares[i] += float((shares**2).sum())
+    return float(np.sqrt(squares[0] / squares[1])) if squares.all() else np.inf
 
 
 def score_zoo(faults: Iterable[Fault] | None = None, level: str = "quick") -> list[tuple[Fault, list[Guess]]]:
@@ -210,6 +268,9 @@ def evidence(guess: Guess) -> str:
         if number == 1:
             return f"{cases}, {guess.closest}, which takes {guess.share:.3g} times its budget in a half type alone."
         return f"{cases}, which take {guess.share:.3g} to {guess.away:.3g} times their budgets in a half type alone."
+    if guess.by_size:
+        times = f"{guess.share:.2g} to {guess.away:.2g} times as large as this fault's"
+        return f"{cases} in float32, by their size: errors {times}, though not the same ones."
     near = f"{guess.share:.2g} of the error budget" if guess.share > 0 else "no difference at all"
     far = f"{guess.away:.3g} times the budget" if np.isfinite(guess.away) else "no finite number of budgets"
     against = f"; {len(guess.contradicted)} speak against it" if guess.contradicted else ""

@@ -12,27 +12,29 @@ from typing import Any
 import numpy as np
 
 from . import budget, models, optimiser, oracle, space
+from .compare import Disagreement
 from .inputs import rounded, widened
 from .memory import remembered
 from .models import ModelCase
 from .reference import reference
 from .rows import Case
 from .runner import ABSENT, FAILED, Result, arguments_of, as_offered, lse_dtype, run_case
-from .targets.protocol import NotOffered, Target
+from .targets.protocol import STRIDED, NotOffered, Target
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case in the dtype and kernel in which it is looked at; share: of its budget, over 1 failed,
-    and 0 where it has no number."""
+    """A case in the dtype and kernel in which it is looked at. share: of its budget, over 1 failed, and 0 where it has
+    no number. strided: the way of STRIDED in which its arrays lie, where it fails in that way alone."""
 
     case: Case | ModelCase
     dtype: str
     kernel: str
     share: float
     failed: bool
+    strided: str = ""
 
 
 def rows_of(target: Target, level: str = "quick", pattern: str | None = None) -> list[Row]:
@@ -53,7 +55,9 @@ def row_of(target: Target, case: Case | ModelCase, level: str = "quick") -> Row 
     if worst is None:
         return None
     case = as_offered(case, target)[0] if isinstance(case, Case) else case
-    return Row(case, worst.dtype, worst.kernel, worst.share or 0.0, worst.status == FAILED)
+    # Contiguous arrays are judged first: a failure that names a way of lying in memory is of that way alone.
+    strided = next((way for way in STRIDED if worst.status == FAILED and worst.detail.startswith(f"{way} ")), "")
+    return Row(case, worst.dtype, worst.kernel, worst.share or 0.0, worst.status == FAILED, strided)
 
 
 def look_at(target: Target, case: Case | ModelCase, level: str = "quick") -> tuple[Row, Arrays] | None:
@@ -80,7 +84,7 @@ def _results(case: Case | ModelCase, target: Target, level: str) -> Iterator[Res
 
 
 def observe(target: Target, row: Row) -> Arrays:
-    """What a target gives on a row: results and gradients by name, or the kind of its error."""
+    """What a target gives on a row: results and gradients by name, or the kind of its error, or what it wrote into."""
     found: Arrays = {}
     work = _observe_call if isinstance(row.case, Case) else _observe_model if row.case.train is None else _observe_run
     try:
@@ -90,6 +94,8 @@ def observe(target: Target, row: Row) -> Arrays:
         pass
     except KeyboardInterrupt:
         raise
+    except Disagreement as wrong:
+        return {"error": np.array(str(wrong) if "wrote into" in str(wrong) else type(wrong).__name__)}
     except BaseException as error:  # whatever a target raises is an observation
         return {"error": np.array(type(error).__name__)}
     return found
@@ -99,6 +105,10 @@ def _observe_call(target: Target, row: Row, found: Arrays) -> None:
     case = row.case
     assert isinstance(case, Case)
     given = arguments_of(case, row.dtype, row.kernel)
+    if row.strided:
+        target.require(case.function, given)
+        found |= target.call(case.function, given, strided=row.strided)
+        return
     for label, arguments in _variants(case, given, row.dtype):
         target.require(case.function, arguments)
         found |= {f"{label}{name}": x for name, x in target.call(case.function, arguments).items()}
@@ -198,8 +208,10 @@ def _apart(name: str, x: np.ndarray, y: np.ndarray, bounds: Arrays, dtype: str) 
         return 0.0
     bound = bounds.get(name.rsplit(": ", 1)[-1])
     error = np.abs(np.subtract(a, b, out=np.zeros(a.shape), where=~same))
-    if bound is None or bound.shape != a.shape or not np.isfinite(error).all():
+    if bound is None or not bound.size or not np.isfinite(error).all():
         return np.inf
+    if bound.shape != a.shape:  # a result of a wrong shape, on both sides: no element has a bound of its own
+        bound = np.full(a.shape, bound.max())
     # A fault's own result may be larger than the right one, and stand where the right one is exactly 0.
     size = np.where(np.isfinite(b), np.abs(b), 0.0)
     allowed = bound + np.mean(bound) + budget.OUTPUT * budget.UNIT[dtype] * size

@@ -22,7 +22,7 @@ from .functions import ATTENTION, FUNCTIONS
 from .inputs import DTYPES, build, rounded, widened
 from .memory import remembered
 from .rows import Case
-from .targets.protocol import NotOffered, Target
+from .targets.protocol import STRIDED, NotOffered, Target
 
 HALF = ("float16", "bfloat16")
 PASSED, FAILED, ABSENT = "passed", "failed", "not offered"
@@ -244,9 +244,12 @@ def _agrees(case: Case, target: Target, dtype: str, kernel: str, tally: Tally) -
 
         plain = remembered(("plain", case.id, case.function, dtype), lambda: plain_output(given, dtype))
         check_beside_plain(tally, first["out"], want.results["out"], plain, dtype)
-    if target.framework != "jax" and dtype == "float32":
-        got = _call(target, case, given, strided=True)
-        compare(tally, "strided ", got, want.results, want.bounds, dtypes, case.tolerance)
+    if dtype == "float32" and target.framework in ("numpy", "torch"):  # what has strides to get wrong
+        for way in STRIDED if tally.share <= 1.0 else ():  # what is wrong already is not wrong by its strides
+            got = _call(target, case, given, strided=way)
+            compare(tally, f"{way} ", got, want.results, want.bounds, dtypes, case.tolerance)
+            if not tally.share <= 1.0:
+                return
     if not case.gradients:
         return
     cotangents = {name: rounded(x, lse_dtype(dtype) if name == "lse" else dtype) for name, x in want.cotangents.items()}

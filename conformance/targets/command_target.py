@@ -18,7 +18,7 @@ from core_numpy.contract import tensor_file
 from .. import exchange
 from ..compare import Disagreement
 from ..functions import FUNCTIONS
-from .protocol import NotOffered, Target, strided_copy
+from .protocol import NotOffered, Target
 
 # The exit status by which a program says that it does not serve this call; its first line of output says why.
 NOT_OFFERED = 3
@@ -71,9 +71,8 @@ class CommandTarget(Target):
     def require(self, function: str, arguments: dict[str, Any]) -> None:
         """The program says so itself, when it is called."""
 
-    def call(self, function: str, arguments: dict[str, Any], *, strided: bool = False) -> dict[str, np.ndarray]:
-        if strided:  # a file has no strides
-            arguments = {name: strided_copy(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    def call(self, function: str, arguments: dict[str, Any], *, strided: str = "") -> dict[str, np.ndarray]:
+        """strided: passed over, a file has no strides."""
         answer = self._answer(*exchange.request(function, arguments, [], {}))
         return {name: answer[name] for name in FUNCTIONS[function].results}
 

@@ -26,7 +26,7 @@ class JaxTarget(Target):
         # cuDNN serves no CPU: asking it for every case would only say so every time.
         return [name for name in super().kernels() if name != "cudnn" or self.device.platform == "gpu"]
 
-    def array(self, x: np.ndarray, *, strided: bool = False) -> Any:
+    def array(self, x: np.ndarray, *, strided: str = "") -> Any:
         # JAX arrays have no strides to get wrong; the values pass through a strided buffer all the same.
         # jnp.asarray would compile a program for each shape and dtype. Of a copy, whose memory JAX may keep.
         return jax.device_put(np.array(super().array(x, strided=strided)))

@@ -86,8 +86,8 @@ class Target:
             raise NotOffered(f"{function} has no argument {', '.join(missing)}")
 
     # --- arrays
-    def array(self, x: np.ndarray, *, strided: bool = False) -> Any:
-        return strided_copy(x) if strided else x
+    def array(self, x: np.ndarray, *, strided: str = "") -> Any:
+        return strided_copy(x, strided) if strided else x
 
     def numpy(self, x: Any) -> np.ndarray:
         """A result or an argument as NumPy sees it; what is no array of the target's framework is said so."""
@@ -95,8 +95,9 @@ class Target:
             raise Disagreement(f"a result must be a NumPy array; got {type(x).__module__}.{type(x).__name__}")
         return np.asarray(x)
 
-    def native(self, x: Any, *, strided: bool = False) -> Any:
-        """Arrays (also in lists) and keys as the target takes them; numbers and strings as they are."""
+    def native(self, x: Any, *, strided: str = "") -> Any:
+        """Arrays (also in lists) and keys as the target takes them; numbers and strings as they are. strided: a way of
+        STRIDED in which arrays lie in memory, "" for contiguous."""
         if isinstance(x, Key):
             return self.module.key(x.seed)
         if isinstance(x, list):
@@ -104,7 +105,7 @@ class Target:
         return self.array(x, strided=strided) if isinstance(x, np.ndarray) else x
 
     # --- calling
-    def call(self, function: str, arguments: dict[str, Any], *, strided: bool = False) -> dict[str, np.ndarray]:
+    def call(self, function: str, arguments: dict[str, Any], *, strided: str = "") -> dict[str, np.ndarray]:
         positional, rest = self._split(function, arguments, strided)
         names = [name for name in FUNCTIONS[function].positional if name in arguments]
         given = dict(zip(names, positional, strict=True)) | rest
@@ -128,7 +129,7 @@ class Target:
         vjp = getattr(getattr(self.module, "gradients", None), f"{function}_vjp", None)
         if vjp is None:
             raise NotOffered(f"no gradients.{function}_vjp")
-        positional, rest = self._split(function, arguments, False)
+        positional, rest = self._split(function, arguments, "")
         with np.errstate(all="ignore"):
             got = vjp(*cotangents.values(), *positional, **rest)
         if not isinstance(got, dict):
@@ -167,7 +168,7 @@ class Target:
             after.append({name: self.numpy(p) for name, p in (now | averages).items()})
         return after
 
-    def _split(self, function: str, arguments: dict[str, Any], strided: bool) -> tuple[list[Any], dict[str, Any]]:
+    def _split(self, function: str, arguments: dict[str, Any], strided: str) -> tuple[list[Any], dict[str, Any]]:
         rest = {name: self.native(x, strided=strided) for name, x in arguments.items()}
         positional = [rest.pop(name) for name in FUNCTIONS[function].positional if name in rest]
         return positional, rest
@@ -200,10 +201,19 @@ class Target:
         return {"framework": "numpy", "version": np.__version__}
 
 
-def strided_copy(x: np.ndarray) -> np.ndarray:
-    """The same values at every second place of a larger buffer: what a kernel that assumes contiguity reads wrong."""
+# Ways for an array to lie in memory that a kernel which assumes contiguity reads wrong, and what failures call them.
+# "strided": at every second place of a larger buffer. "transposed": contiguous along the last axis alone: heads behind
+# positions, as a projection of (B, T, H, D) leaves them; a matrix with a gap behind each row.
+STRIDED = ("strided", "transposed")
+
+
+def strided_copy(x: np.ndarray, way: str) -> np.ndarray:
+    """The same values in one of these ways."""
     if x.ndim == 0:
         return x
+    if way == "transposed" and x.ndim > 2:
+        return np.swapaxes(np.ascontiguousarray(np.swapaxes(x, -3, -2)), -3, -2)
     wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype)
-    wide[..., ::2] = x
-    return wide[..., ::2]
+    part = wide[..., : x.shape[-1]] if way == "transposed" else wide[..., ::2]
+    part[...] = x
+    return part

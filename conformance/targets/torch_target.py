@@ -30,16 +30,13 @@ class TorchTarget(Target):
         # FlexAttention's backward exists on CUDA alone; elsewhere it would only say so, every time.
         return [name for name in super().kernels() if name != "flex" or self.device.type == "cuda"]
 
-    def array(self, x: np.ndarray, *, strided: bool = False) -> torch.Tensor:
+    def array(self, x: np.ndarray, *, strided: str = "") -> torch.Tensor:
         if x.dtype == ml_dtypes.bfloat16:
             tensor = torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(np.array(x))
-        if strided and tensor.ndim:
-            wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
-            wide[..., ::2] = tensor
-            tensor = wide[..., ::2]
-        return tensor.to(self.device)
+        tensor = tensor.to(self.device)  # before it is strided: the way there makes some arrays contiguous
+        return strided_tensor(tensor, strided) if strided and tensor.ndim else tensor
 
     def numpy(self, x: Any) -> np.ndarray:
         if not isinstance(x, torch.Tensor):
@@ -95,3 +92,13 @@ class TorchTarget(Target):
             found = {n: now[n] for n in params} | {f"average of {n}": averages[n] for n in params if averages}
             after.append({name: self.numpy(p).copy() for name, p in found.items()})
         return after
+
+
+def strided_tensor(x: torch.Tensor, way: str) -> torch.Tensor:
+    """`protocol.strided_copy` on the tensor's device."""
+    if way == "transposed" and x.ndim > 2:
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
+    part = wide[..., : x.shape[-1]] if way == "transposed" else wide[..., ::2]
+    part.copy_(x)
+    return part
