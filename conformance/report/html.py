@@ -163,6 +163,7 @@ def conformance_section(document: Document) -> dict[str, Any]:
             closest.append((name, [_case(name, case) for case in judged[:CLOSEST]]))
     return {
         "targets": list(targets),
+        "notes": [(name, "; ".join(found["notes"])) for name, found in targets.items() if found.get("notes")],
         "totals": [_counts(found) for found in cases.values()],
         "rows": rows,
         "idle": sum(not row["offered"] for row in rows),

@@ -244,6 +244,20 @@ def test_the_lab_has_its_claims_pictures_and_link():
     assert "conformance lab --out <x> measures all" in parsed(lab=lab | {"rest": "conformance lab --out <x>"})[1]
 
 
+def test_what_a_target_should_be_told_stands_on_the_page():
+    said = "attention takes <lengths>, which is no argument of the contract; did you mean kv_lengths?"
+    targets = CONFORMANCE["targets"]
+    noted = {**CONFORMANCE, "targets": {**targets, "backend_torch": {**targets["backend_torch"], "notes": [said]}}}
+    assert f"backend_torch : {said}" in parsed(conformance=noted)[1]
+    assert "argument of the contract" not in parsed(conformance=CONFORMANCE)[1]
+
+
+def test_a_failure_without_a_number_has_a_dash_on_the_page():
+    shaped = {**case(status="failed", share=None, detail="out must have shape (2,); got (3,)"), "comparisons": 1}
+    page = render(conformance={"targets": {"mine": {"cases": [shaped]}}})
+    assert "<td>–</td>" in page and ">0 %" not in page
+
+
 def test_shares_are_percentages():
     assert percent(0.1234) == "12.3 %" and percent(float("inf")) == "beyond measure" and percent(None) == "–"
 
