@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import core_numpy
-from conformance.diagnose import Bench, diagnose, evidence, main, named_rightly, rows_of, score_zoo
+from conformance.diagnose import main, named_rightly, rows_of, score_zoo
+from conformance.guesses import Bench, diagnose, evidence
 from conformance.memory import remembering
 from conformance.targets.protocol import Target
 from conformance.zoo import all_faults

@@ -5,7 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from conformance.diagnose import Bench, diagnose, evidence, named_rightly, score_zoo
+from conformance.diagnose import named_rightly, score_zoo
+from conformance.guesses import Bench, diagnose, evidence
 from conformance.memory import remembering
 from conformance.observations import rows_of
 from conformance.rows import load_cases

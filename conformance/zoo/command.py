@@ -166,7 +166,8 @@ def _print_score(found: Sequence[Caught], blamed: Sequence[Caught]) -> None:
 
 def _diagnose(chosen: Sequence[Any], level: str) -> int:
     """The diagnosis has a score of its own: the first guess, on the faults of functions."""
-    from ..diagnose import Bench, named_rightly, score_zoo
+    from ..diagnose import named_rightly, score_zoo
+    from ..guesses import Bench
 
     known = {fault.id for fault in Bench().faults}
     found = score_zoo([fault for fault in chosen if fault.id in known], level)
