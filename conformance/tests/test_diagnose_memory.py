@@ -144,3 +144,24 @@ def test_a_kernel_that_looks_at_the_last_axis_alone_fails_on_transposed_arrays()
     (case,) = [case for case in load_cases() if case.id == "attention-square"]
     by_dtype = {r.dtype: r for r in run_case(case, outside(OUTSIDE["strides-of-rows-ignored"]))}
     assert by_dtype["float32"].status == FAILED and by_dtype["float32"].detail.startswith("transposed out")
+
+
+def test_what_is_wrong_on_contiguous_arrays_is_not_said_to_be_wrong_by_its_strides():
+    def wrong(q, k, v):
+        return attention(*(as_contiguous(x) for x in (q, k, v))) + v.dtype.type(1e-3) * v.sum()
+
+    (case,) = [case for case in load_cases() if case.id == "attention-square"]
+    by_dtype = {r.dtype: r for r in run_case(case, outside(wrong))}
+    assert by_dtype["float32"].status == FAILED and by_dtype["float32"].detail.startswith("out")
+
+
+def test_writing_into_an_argument_is_not_taken_for_writing_into_another():
+    def keys_in_place(q, k, v):
+        right = attention(q, k, v)
+        k /= k.dtype.type(k.shape[-1] ** 0.5)
+        return right
+
+    target = outside(keys_in_place)
+    assert guesses_of(target, "attention-square") == []
+    (case,) = [case for case in load_cases() if case.id == "attention-square"]
+    assert {r.detail for r in run_case(case, target) if r.status == FAILED} == {"attention wrote into its argument k"}
