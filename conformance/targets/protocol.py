@@ -10,6 +10,8 @@ passed.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -109,12 +111,17 @@ class Target:
         positional, rest = self._split(function, arguments, strided)
         names = [name for name in FUNCTIONS[function].positional if name in arguments]
         given = dict(zip(names, positional, strict=True)) | rest
+        with self.watching(function, given):
+            return self._named(function, self._run(function, positional, rest))
+
+    @contextmanager
+    def watching(self, what: str, given: dict[str, Any]) -> Iterator[None]:
+        """Disagreement where an argument has other values behind the block than in front of it."""
         before = {name: self._bytes(x) for name, x in given.items()}
-        got = self._named(function, self._run(function, positional, rest))
+        yield
         for name, x in given.items():
             if self._bytes(x) != before[name]:
-                raise Disagreement(f"{function} wrote into its argument {name}")
-        return got
+                raise Disagreement(f"{what} wrote into its argument {name}")
 
     def _bytes(self, x: Any) -> Any:
         """What the memory of an array (or of a list of them) holds; None for what is no array."""
@@ -130,7 +137,9 @@ class Target:
         if vjp is None:
             raise NotOffered(f"no gradients.{function}_vjp")
         positional, rest = self._split(function, arguments, "")
-        with np.errstate(all="ignore"):
+        given = {f"grad_{name}": x for name, x in cotangents.items()}
+        given |= dict(zip(FUNCTIONS[function].positional, positional, strict=False)) | rest
+        with np.errstate(all="ignore"), self.watching(f"the gradient of {function}", given):
             got = vjp(*cotangents.values(), *positional, **rest)
         if not isinstance(got, dict):
             spec = FUNCTIONS[function]

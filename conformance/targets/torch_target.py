@@ -58,7 +58,9 @@ class TorchTarget(Target):
         if not all(out.requires_grad for out in outs):
             raise NotOffered(f"{function} has no gradient")
         given = [self.array(x).to(out.dtype) for x, out in zip(cotangents.values(), outs, strict=True)]
-        grads = torch.autograd.grad(outs, list(leaves.values()), given, allow_unused=True)
+        watched = leaves | dict(zip((f"grad_{name}" for name in cotangents), given, strict=True))
+        with self.watching(f"the gradient of {function}", watched):
+            grads = torch.autograd.grad(outs, list(leaves.values()), given, allow_unused=True)
         return {
             name: np.zeros(leaf.shape) if grad is None else self.numpy(grad)
             for (name, leaf), grad in zip(leaves.items(), grads, strict=True)

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+import core_numpy
 from conformance.diagnose import named_rightly, score_zoo
 from conformance.guesses import Bench, diagnose, evidence
 from conformance.memory import remembering
@@ -153,6 +154,42 @@ def test_what_is_wrong_on_contiguous_arrays_is_not_said_to_be_wrong_by_its_strid
     (case,) = [case for case in load_cases() if case.id == "attention-square"]
     by_dtype = {r.dtype: r for r in run_case(case, outside(wrong))}
     assert by_dtype["float32"].status == FAILED and by_dtype["float32"].detail.startswith("out")
+
+
+def test_a_backward_pass_that_writes_into_the_upstream_gradient_fails_and_is_named():
+    def vjp(grad, q, k, v):
+        right = core_numpy.gradients.attention_vjp(grad, q, k, v)
+        grad *= grad.dtype.type(2)
+        return right
+
+    target = outside(attention)
+    target.module.gradients = types.SimpleNamespace(attention_vjp=vjp)
+    (case,) = [case for case in load_cases() if case.id == "attention-square"]
+    said = {r.detail for r in run_case(case, target) if r.status == FAILED}
+    assert said == {"the gradient of attention wrote into its argument grad_out"}
+    assert guesses_of(target, "attention-s")[0].fault.id == "gradient-overwrites"
+
+
+def test_a_backward_pass_of_torch_that_writes_into_the_upstream_gradient_fails():
+    torch = pytest.importorskip("torch")
+    from conformance.targets.torch_target import TorchTarget
+
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.save_for_backward(x)
+            return torch.nn.functional.silu(x)
+
+        @staticmethod
+        def backward(context, grad):
+            (x,) = context.saved_tensors
+            s = torch.sigmoid(x)
+            return grad.mul_(s * (1 + x * (1 - s)))
+
+    (case,) = [case for case in load_cases() if case.id == "silu"]
+    target = TorchTarget(types.SimpleNamespace(silu=lambda x: Doubling.apply(x), DTYPES=("float64",)), "outside")
+    said = {r.detail for r in run_case(case, target) if r.status == FAILED}
+    assert said == {"the gradient of silu wrote into its argument grad_out"}
 
 
 def test_writing_into_an_argument_is_not_taken_for_writing_into_another():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import core_numpy as core
+from core_numpy import gradients
 
 from .faults import Fault, Row, from_rows
 from .naive import Naive, functions
@@ -138,6 +139,17 @@ def _sum_into_first(outs: list[np.ndarray], lses: list[np.ndarray]) -> None:
     outs[0][...] = core.merge_attention(outs, lses)[0]
 
 
+def _overwriting_upstream(name: str) -> Callable[..., Any]:
+    """The upstream gradient serves as room for dO . O, or for the mask."""
+
+    def vjp(grad: np.ndarray, *rest: Any, **named: Any) -> Any:
+        got = getattr(gradients, name)(grad, *rest, **named)
+        grad *= grad.dtype.type(0.5)
+        return got
+
+    return vjp
+
+
 _WRITTEN = "the contract is that no argument changes"
 _ROWS: list[Row] = [
     ("layout-inputs", "(B, T, H, D) for (B, H, T, D) [flash-attention]",
@@ -175,6 +187,9 @@ _ROWS: list[Row] = [
      "rare", _writing(_join_mask, *_ATTENTION), f"causality is written into the mask that was given; {_WRITTEN}"),
     ("overwrites-bias", "a mask written into the caller's bias",
      "rare", _writing(_mask_bias, *_ATTENTION), f"the mask is written into the bias that was given; {_WRITTEN}"),
+    ("gradient-overwrites", "the upstream gradient used as room for something else",
+     "subtle", {f"gradients.{name}_vjp": _overwriting_upstream(f"{name}_vjp") for name in _ATTENTION},
+     f"the backward pass writes into the upstream gradient; {_WRITTEN}"),
     ("merge-overwrites", "parts summed into the first one",
      "subtle", _writing(_sum_into_first, "merge_attention"), f"merged parts are summed into the first one; {_WRITTEN}"),
     ("softmax-overwrites", "the maximum subtracted in place",
