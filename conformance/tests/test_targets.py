@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import core_numpy
 from conformance import workers
 from conformance.__main__ import main
 from conformance.rows import load_cases
 from conformance.runner import ABSENT, FAILED, PASSED, run_case
-from conformance.spelling import misspelt
 from conformance.targets import Target, load
 from conformance.workers import judge_targets
 
@@ -70,48 +68,6 @@ def test_a_module_with_attention_alone_is_a_target_and_lacks_the_rest(module):
     assert {r.detail for r in judge(name, "attention-blocks-exact")} == {"attention has no argument causal"}
     assert {r.detail for r in judge(name, "gelu")} == {"no function gelu", "no bfloat16", "no float16"}
     assert {r.status for r in judge(name, "refuse-heads")} == {ABSENT}
-
-
-MISSPELT = """
-def attention(q, k, v, *, {arguments}):
-    raise NotImplementedError
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("lengths=None", "takes lengths, which is no argument of the contract; did you mean kv_lengths?"),
-        ("causal=False, is_casual=False", None),  # it has the right one
-        ("is_casual=False", "takes is_casual, which is no argument of the contract; did you mean causal?"),
-        (
-            "sm_scale=None, attn_mask=None, dropout_p=0.0",
-            "takes sm_scale, attn_mask and dropout_p, which are no arguments of the contract; "
-            "did you mean scale, mask and dropout_rate?",
-        ),
-        ("block_size=64, training=False, cu_seqlens=None, num_warps=4", None),  # its own affair
-        ("scale=None, kernel='auto', **others", None),
-    ],
-)
-def test_a_misspelt_argument_is_said_in_one_line(module, arguments, said, tmp_path, capfd):
-    """It would only be "not offered", which is no failure and easily overlooked."""
-    name = module(MISSPELT.format(arguments=arguments))
-    main(["run", name, "--case", "attention-square", "--jobs", "1", "--json", "found.json"])
-    captured = capfd.readouterr()
-    lines = [line for line in captured.err.splitlines() if "of the contract" in line]
-    assert lines == ([f"conformance run: {name}: attention {said}"] if said else [])
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["targets"][name].get("notes", []) == ([f"attention {said}"] if said else [])
-    assert "notes" not in found["environment"]["targets"][name] and "notes" not in captured.out
-
-
-def test_every_function_with_misspelt_arguments_has_its_sentence(module):
-    name = module("def softmax(x, *, axes):\n    return x\ndef rms_norm(x, weight, *, epsilon):\n    return x\n")
-    assert misspelt(load(name).module) == [
-        "softmax takes axes, which is no argument of the contract; did you mean axis?",
-        "rms_norm takes epsilon, which is no argument of the contract; did you mean eps?",
-    ]
-    assert misspelt(core_numpy) == misspelt(None) == misspelt(object()) == []
 
 
 def test_without_gradients_the_result_is_judged_and_the_rest_named(module):
