@@ -36,9 +36,15 @@ def outside(function, *dtypes):
     return Target(types.SimpleNamespace(attention=function, DTYPES=dtypes or ("float64", "float32")), "outside")
 
 
-def guesses_of(target, pattern="attention-"):
+@pytest.fixture(scope="module", autouse=True)
+def kept():
+    """What the faults of the zoo give on a case is the same for every target."""
     with remembering():
-        return diagnose(target, rows_of(target, "quick", pattern), Bench())
+        yield
+
+
+def guesses_of(target, pattern="attention-"):
+    return diagnose(target, rows_of(target, "quick", pattern), Bench())
 
 
 def turned(x):

@@ -9,11 +9,6 @@ import core_numpy
 from conformance.__main__ import main
 from conformance.spelling import misspelt
 
-MISSPELT = """
-def attention(q, k, v, *, {arguments}):
-    raise NotImplementedError
-"""
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -30,18 +25,29 @@ def attention(q, k, v, *, {arguments}):
         ("scale=None, kernel='auto', **others", None),
     ],
 )
-def test_a_misspelt_argument_is_said_in_one_line(arguments, said, tmp_path, monkeypatch, capfd):
+def test_a_misspelt_argument_is_said_with_the_one_that_was_meant(arguments, said):
+    names = {}
+    exec(f"def attention(q, k, v, *, {arguments}): pass", names)
+    assert misspelt(types.SimpleNamespace(attention=names["attention"])) == ([f"attention {said}"] if said else [])
+
+
+@pytest.mark.parametrize("argument", ["lengths", "kv_lengths"])
+def test_a_run_says_it_in_one_line_and_in_its_document(argument, tmp_path, monkeypatch, capfd):
     """It would only be "not offered", which is no failure and easily overlooked."""
-    name = "misspelt_target"
-    (tmp_path / f"{name}.py").write_text(MISSPELT.format(arguments=arguments))
+    name = f"takes_{argument}"
+    (tmp_path / f"{name}.py").write_text(
+        f"def attention(q, k, v, *, {argument}=None):\n    raise NotImplementedError\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     main(["run", name, "--case", "attention-square", "--jobs", "1", "--json", "found.json"])
     captured = capfd.readouterr()
+    said = ["attention takes lengths, which is no argument of the contract; did you mean kv_lengths?"]
+    said = said if argument == "lengths" else []
     lines = [line for line in captured.err.splitlines() if "of the contract" in line]
-    assert lines == ([f"conformance run: {name}: attention {said}"] if said else [])
+    assert lines == [f"conformance run: {name}: {one}" for one in said]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["targets"][name].get("notes", []) == ([f"attention {said}"] if said else [])
+    assert found["targets"][name].get("notes", []) == said
     assert "notes" not in found["environment"]["targets"][name] and "notes" not in captured.out
 
 
