@@ -12,7 +12,6 @@ from flax import nnx
 
 from core_numpy.contract.checks import model as checks
 from core_numpy.contract.config import ModelConfig
-from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 
 from . import encodings, layers, place, random
@@ -214,6 +213,8 @@ class Transformer(Stack):
         cls, folder: str | os.PathLike[str], *, dtype: str = "float32", device: Any = None
     ) -> Transformer:
         """The model of a Hugging Face folder in `dtype`. Rules: core_numpy.model."""
+        from core_numpy.contract.families import Pretrained  # many tables, which only folders need
+
         source = Pretrained(folder)
         values: Any = Stored.of(source, dtype, device)
         model = cls(source.config, seed=values)
@@ -224,6 +225,8 @@ class Transformer(Stack):
         self, folder: str | os.PathLike[str], *, family: str | None = None, max_shard_size: int | str | None = None
     ) -> None:
         """Write `config.json` and `model.safetensors`, or shards and their index. Rules: core_numpy.model."""
+        from core_numpy.contract.families import write_pretrained
+
         own = named_parameters(self)
         write_pretrained(
             folder, self.config, lambda name: to_numpy(own[name][...]), family or self.family, max_shard_size

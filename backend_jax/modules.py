@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from core_numpy.contract.checks.common import require_x64
 from core_numpy.contract.checks.model import check_module
 from core_numpy.contract.config import BlockConfig
 from core_numpy.contract.copies import copied, serves
-from core_numpy.contract.families import Pretrained
 from core_numpy.contract.parameters import Parameter, name_hash
 
 from . import layers, place, random
 from .arrays import from_numpy
+
+if TYPE_CHECKING:
+    from core_numpy.contract.families import Pretrained
 
 
 class Initial:

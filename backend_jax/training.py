@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.checks import training as checks
 from core_numpy.contract.checks.common import require_int
 from core_numpy.contract.checks.layers import check_loss_options
@@ -248,6 +247,8 @@ class Trainer:
         How it is laid out over devices is said here; a checkpoint has no layout.
         With `train_config` or `model_config` a checkpoint of another one is refused with the fields that differ.
         """
+        from core_numpy.contract.checkpoints import read_checkpoint
+
         found = read_checkpoint(path, train_config=train_config, model_config=model_config)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)

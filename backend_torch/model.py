@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from core_numpy.contract.checks.model import check_model_call, check_module, check_params, check_source
 from core_numpy.contract.config import BlockConfig, ModelConfig
 from core_numpy.contract.copies import copied, empty, serves
-from core_numpy.contract.families import Pretrained, write_pretrained
 from core_numpy.contract.parameters import model_parameters
 from core_numpy.contract.tensor_file import numpy_dtype
 
@@ -228,6 +227,8 @@ class Transformer(Stack):
         On a CPU, parameters that lie in the file as they do in memory are read from there: docs/porting.md. All others
         are copied from the mapped file straight into their places.
         """
+        from core_numpy.contract.families import Pretrained  # many tables, which only folders need
+
         source = Pretrained(folder)
         model = cls(source.config, dtype=dtype, device="meta")
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -247,6 +248,8 @@ class Transformer(Stack):
         self, folder: str | os.PathLike[str], *, family: str | None = None, max_shard_size: int | str | None = None
     ) -> None:
         """Write `config.json` and `model.safetensors`, or shards and their index. Rules: core_numpy.model."""
+        from core_numpy.contract.families import write_pretrained
+
         own = named(self)
         write_pretrained(
             folder,

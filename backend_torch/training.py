@@ -29,7 +29,6 @@ from core_numpy.contract.checks.training import (
     check_trainer,
 )
 from core_numpy.contract.config import ModelConfig, TrainConfig
-from core_numpy.contract.files import read_checkpoint
 from core_numpy.contract.progress import fit_bar
 from core_numpy.contract.saving import Saver, whole
 from core_numpy.contract.schedule import learning_rate
@@ -298,6 +297,8 @@ class Trainer:
         How it is laid out over devices is said here; a checkpoint has no layout.
         With `train_config` or `model_config` a checkpoint of another one is refused with the fields that differ.
         """
+        from core_numpy.contract.checkpoints import read_checkpoint
+
         found = read_checkpoint(path, train_config=train_config, model_config=model_config)
         dtype = "float64" if found.train_config.precision == "float64" else "float32"
         model = Transformer(found.config, dtype=dtype, device=device)

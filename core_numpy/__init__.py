@@ -4,6 +4,12 @@ Every function computes in float64 and rounds once; its docstring has the formul
 derived by hand, are `<name>_vjp`. `backend_torch` and `backend_jax` offer the same names in their framework.
 """
 
+# ruff: noqa: F405 - what the star below brings is compared with the list by a test
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Not on demand: Python would put the module of that name in the function's place.
 from .attention import (
     attention,
     attention_weights,
@@ -12,61 +18,6 @@ from .attention import (
     explain_kernel,
     merge_attention,
 )
-from .block import Block, FeedForward, MultiHeadAttention
-from .cache import KVCache, generate
-from .contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
-from .contract.cost import attention_cost, step_cost
-from .contract.files import load_params, save_params
-from .contract.interop import import_params
-from .encodings import (
-    alibi_bias,
-    alibi_slopes,
-    apply_rotary,
-    embed,
-    permute_rotary,
-    relative_bias,
-    relative_buckets,
-    rotary_frequencies,
-    rotary_tables,
-    sinusoidal_encoding,
-)
-from .gradients import (
-    apply_rotary_vjp,
-    attention_vjp,
-    attention_weights_vjp,
-    attention_with_lse_vjp,
-    block_vjp,
-    cross_entropy_vjp,
-    dropout_vjp,
-    embed_vjp,
-    gelu_vjp,
-    layer_norm_vjp,
-    linear_vjp,
-    merge_attention_vjp,
-    permute_rotary_vjp,
-    relative_bias_vjp,
-    relu_vjp,
-    rms_norm_vjp,
-    rotary_tables_vjp,
-    silu_vjp,
-    softmax_vjp,
-)
-from .layers import cross_entropy, dropout, gelu, layer_norm, relu, rms_norm, silu, softmax
-from .masks import (
-    causal_mask,
-    combine_masks,
-    from_blocked,
-    mask_to_bias,
-    padding_mask,
-    padding_mask_from_tokens,
-    positions_from_mask,
-    prefix_mask,
-    segment_mask,
-    sliding_window_mask,
-)
-from .model import Transformer, get_params, set_params
-from .random import bernoulli, bits_at, categorical, fold_in, key, normal, random_bits, split, uniform, uniform_at
-from .training import Trainer, loss_and_gradients
 
 __all__ = [
     "Block",
@@ -152,3 +103,20 @@ __all__ = [
     "uniform",
     "uniform_at",
 ]
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """All that is public, and the modules, when the first is asked for: the backends share the contract alone."""
+        # Asked for again is what there is not. Names with underscores are what tools ask every module for.
+        if "public" not in globals() and not name.startswith("__"):
+            public = import_module(".public", __name__)
+            globals().update({each: getattr(public, each) for each in __all__})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from .contract.checkpoints import read_checkpoint
 from .contract.checks.common import require_int
 from .contract.checks.layers import check_loss_options
 from .contract.checks.model import check_params
@@ -36,7 +37,6 @@ from .contract.checks.training import (
     check_trainer,
 )
 from .contract.config import ModelConfig, TrainConfig
-from .contract.files import read_checkpoint
 from .contract.progress import fit_bar
 from .contract.saving import Saver, whole
 from .contract.schedule import learning_rate

@@ -3,7 +3,7 @@
     ```{side-by-side} attention
     ```
 
-gives every name that `core_numpy/__init__.py` takes from `attention`: its signature and docstring in core, which are
+gives every name that `core_numpy/public.py` takes from `attention`: its signature and docstring in core, which are
 the definition, and beside them what is native in torch and in JAX. The source is parsed and never imported, so that
 the pages build where no framework is installed.
 """
@@ -50,14 +50,19 @@ def imports(file: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def public(package: str) -> dict[str, tuple[str, Name]]:
-    """Public name -> the module that `package/__init__.py` takes it from, and its definition there."""
+    """Public name -> the module that the package takes it from, and its definition there."""
     listed = next(
         ast.literal_eval(node.value)
         for node in parsed(ROOT / package / "__init__.py").body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    origin = {name: module for module, name in imports(ROOT / package / "__init__.py")}
+    origin = {name: module for module, name in imports(names_file(package))}
     return {name: (origin[name], definition(package, origin[name], name)) for name in listed}
+
+
+def names_file(package: str) -> Path:
+    """Where a package says what its public names are: core imports them on demand, from a module of their own."""
+    return ROOT / package / ("public.py" if package == CORE else "__init__.py")
 
 
 def module_file(package: str, module: str) -> Path:
@@ -182,13 +187,13 @@ def between(module: str) -> Iterator[nodes.section]:
 
 
 class SideBySide(Directive):
-    """The names of one mirrored module, in the order of `core_numpy/__init__.py`, below what the module says."""
+    """The names of one mirrored module, in the order of `core_numpy/public.py`, below what the module says."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         wanted = self.arguments[0]
-        order = [name for module, name in imports(ROOT / CORE / "__init__.py") if module == wanted]
+        order = [name for module, name in imports(names_file(CORE)) if module == wanted]
         if order:
             said = ast.get_docstring(parsed(module_file(CORE, wanted))) or ""
             return [*paragraphs(said), *(section(name, public(CORE)[name][1]) for name in order)]

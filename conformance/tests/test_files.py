@@ -13,16 +13,9 @@ import numpy as np
 import pytest
 
 from core_numpy.contract import checkpoints, tensor_file
+from core_numpy.contract.checkpoints import latest_checkpoint, read_checkpoint, write_checkpoint
 from core_numpy.contract.config import ModelConfig, TrainConfig
-from core_numpy.contract.files import (
-    latest_checkpoint,
-    load_config,
-    load_metadata,
-    load_params,
-    read_checkpoint,
-    save_params,
-    write_checkpoint,
-)
+from core_numpy.contract.files import load_config, load_metadata, load_params, save_params
 
 CONFIG = ModelConfig(vocab=5, width=4, heads=2, layers=1, layer_windows=((3, None),))
 TRAIN = TrainConfig(steps=7)

@@ -12,7 +12,7 @@ import pytest
 from three import PACKAGES, load
 
 from core_numpy import ModelConfig, TrainConfig
-from core_numpy.contract import saving
+from core_numpy.contract import checkpoints
 from core_numpy.contract.checkpoints import read_checkpoint, write_checkpoint
 
 MODEL = ModelConfig(vocab=7, width=6, heads=2, hidden=5, layers=1, max_length=9)
@@ -43,7 +43,7 @@ def gate(monkeypatch):
         assert gate.wait(60)
         return write_checkpoint(*arguments, **more)
 
-    monkeypatch.setattr(saving, "write_checkpoint", write)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write)
     gate.entered = entered
     yield gate
     gate.set()

@@ -59,12 +59,59 @@ def test_importing_one_package_imports_no_other_framework(package, absent):
     assert not absent & set(run.stdout.split())
 
 
-def test_importing_the_reference_waits_for_nothing_that_few_calls_need():
-    code = "import sys, core_numpy; print(*sorted(sys.modules))"
+def in_a_process_of_its_own(code: str) -> list[str]:
+    """The words that it prints."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return run.stdout.split()
+
+
+def test_importing_the_reference_waits_for_nothing_that_few_calls_need():
+    code = "import sys, core_numpy; {}; print(*sorted(sys.modules))"
     # SciPy's special functions alone take longer than all the rest.
     late = {"scipy.special", "ml_dtypes", "safetensors", "torch", "jax", "matplotlib", "rich"}
-    assert not late & set(run.stdout.split())
+    # The rest of the package comes when the first of it is asked for.
+    rest = {"core_numpy.public", "core_numpy.model", "core_numpy.gradients", "core_numpy.contract.config"}
+    assert not (late | rest) & set(in_a_process_of_its_own(code.format("core_numpy.attention")))
+    found = set(in_a_process_of_its_own(code.format("core_numpy.Trainer")))
+    assert not late & found and rest < found
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_importing_a_backend_imports_none_of_the_reference_and_of_the_contract_no_files(wing):
+    pytest.importorskip({"backend_torch": "torch", "backend_jax": "jax"}[wing])
+    found = set(in_a_process_of_its_own(f"import sys, {wing}; print(*sorted(sys.modules))"))
+    of_core = {name for name in found if name.startswith("core_numpy.") and not name.startswith("core_numpy.contract")}
+    # `attention` is a function and a module: the function must be there before anybody imports the module.
+    assert of_core == {f"core_numpy.{name}" for name in ("attention", "pairs", "random", "rounding", "special")}
+    assert "core_numpy.contract.config" in found
+    late = {f"core_numpy.contract.{name}" for name in ("families", "checkpoints", "shards", "data", "cli", "plots")}
+    own = {f"{wing}.{name}" for name in ("parallel", "processes", "ring")}
+    assert not (late | own | {"safetensors", "matplotlib"}) & found
+
+
+def test_what_the_reference_imports_on_demand_looks_as_if_it_were_there():
+    import core_numpy
+    from core_numpy import public
+
+    assert sorted(public.__all__) == sorted(core_numpy.__all__) and set(core_numpy.__all__) <= set(dir(core_numpy))
+    assert all(getattr(core_numpy, name) is getattr(public, name) for name in core_numpy.__all__)
+    with pytest.raises(AttributeError, match="module 'core_numpy' has no attribute 'sofmax'"):
+        core_numpy.sofmax  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import core_numpy; import core_numpy.attention; core_numpy.softmax",
+        "from core_numpy.attention import scores; import core_numpy; import core_numpy.gradients",
+        "from core_numpy import Trainer; import core_numpy",
+        "from core_numpy import *; import core_numpy; assert core_numpy.layers.softmax is softmax",
+        "from core_numpy import layers; import core_numpy; assert layers.softmax is core_numpy.softmax",
+    ],
+)
+def test_attention_is_the_function_whatever_is_imported_first(code):
+    got = in_a_process_of_its_own(f"{code}; print(type(core_numpy.attention).__name__, core_numpy.attention.__name__)")
+    assert got == ["function", "attention"]
 
 
 def test_an_eager_model_of_torch_trains_without_its_compiler():

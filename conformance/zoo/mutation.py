@@ -223,7 +223,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 @contextmanager
 def imported(mutant: Mutant | None) -> Iterator[ModuleType]:
     """The reference with the change, as a package of its own that shares the contract; None for no change."""
-    importlib.import_module("core_numpy")
+    importlib.import_module("core_numpy.public")
     finder = _Finder(mutant.file if mutant else "", compiled(mutant) if mutant else None)
     shared = {
         name.replace("core_numpy", PACKAGE, 1): module

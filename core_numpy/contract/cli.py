@@ -21,10 +21,10 @@ import numpy as np
 
 from . import __version__
 from .arguments import Parser
+from .checkpoints import Checkpoint, read_checkpoint
 from .checks.common import require_int
 from .config import ModelConfig
 from .data import evaluation_batches, split
-from .files import Checkpoint, read_checkpoint
 from .parallel import parse_parallel
 from .progress import bits_per_byte
 from .settings import Settings, master, source_of, stored_settings

@@ -1,4 +1,4 @@
-"""Parameters in safetensors files. Checkpoint folders are in `checkpoints`, and offered here too.
+"""Parameters in safetensors files. Checkpoint folders are in `checkpoints`.
 
 One format for all backends: canonical names, canonical shapes (a linear weight is (in, out)), bits as they are.
 """
@@ -12,20 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoints import Checkpoint, latest_checkpoint, read_checkpoint, write_checkpoint
 from .config import ModelConfig
 from .tensor_file import PICKLED, check_header, encode_tensors, read_tensors, write_whole
 
-__all__ = [
-    "Checkpoint",
-    "latest_checkpoint",
-    "load_config",
-    "load_metadata",
-    "load_params",
-    "read_checkpoint",
-    "save_params",
-    "write_checkpoint",
-]
+__all__ = ["load_config", "load_metadata", "load_params", "save_params"]
 
 
 def save_params(

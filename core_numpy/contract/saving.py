@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import checkpoint_path, write_checkpoint
-
 log = logging.getLogger(__name__)
 
 
@@ -61,6 +59,8 @@ class Saver:
 
         A save that is still being written is waited for: two would take twice the memory and write in any order.
         """
+        from .checkpoints import checkpoint_path, write_checkpoint  # what every trainer imports should be little
+
         self.wait()
         if not background:
             self.last = write_checkpoint(folder, **snapshot)
