@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from core_numpy.contract.checks.common import require_x64
+from core_numpy.contract.checks.model import no_device
 
 
 def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> jax.Array:
@@ -21,7 +22,22 @@ def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> jax.A
     array = np.array(x)  # a copy: JAX may use the memory of an aligned NumPy array as it is
     wanted = jnp.dtype(array.dtype if dtype is None else dtype)
     require_x64("dtype" if dtype is not None else "x", wanted.name, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-    return jax.device_put(array.astype(wanted), device)
+    return jax.device_put(array.astype(wanted), find_device(device))
+
+
+def find_device(device: Any) -> Any:
+    """A device or sharding of JAX's own, or of a name such as "cpu" or "gpu:1"; None is JAX's default."""
+    if device is None or isinstance(device, jax.Device | jax.sharding.Sharding):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device must be None, a name such as 'cpu' or a jax.Device; got {device!r}")
+    platform, _, index = device.partition(":")
+    try:
+        if not platform or not (index or "0").isdecimal():
+            raise ValueError("expected NAME or NAME:NUMBER")
+        return jax.devices(platform)[int(index or 0)]
+    except (RuntimeError, ValueError, IndexError) as error:  # no such platform, no number, no such number
+        raise no_device("JAX", device, error) from error
 
 
 def place_of(x: jax.Array) -> Any:

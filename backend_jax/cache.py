@@ -16,8 +16,7 @@ from core_numpy.contract.checks.training import check_cache, check_generate
 from core_numpy.contract.config import BlockConfig, ModelConfig
 from core_numpy.contract.ring import cache_slots
 
-from .arrays import values
-from .modules import find_device
+from .arrays import find_device, values
 from .random import categorical, fold_in
 
 if TYPE_CHECKING:

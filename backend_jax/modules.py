@@ -19,7 +19,7 @@ from core_numpy.contract.copies import copied, serves
 from core_numpy.contract.parameters import Parameter, name_hash
 
 from . import layers, place, random
-from .arrays import from_numpy
+from .arrays import find_device, from_numpy
 
 if TYPE_CHECKING:
     from core_numpy.contract.families import Pretrained
@@ -107,14 +107,6 @@ def _draw(key: jax.Array, bound: float, shape: tuple[int, ...]) -> np.ndarray:
 @partial(jax.jit, static_argnames="count")
 def _piece(key: jax.Array, bound: jax.Array, low: jax.Array, high: jax.Array, count: int) -> jax.Array:
     return bound * (2.0 * random.uniform_at(key, low + jnp.arange(count, dtype=jnp.uint32), high) - 1.0)
-
-
-def find_device(device: Any) -> Any:
-    """A device of JAX's own, or of a name such as "cpu" or "gpu:1"; None is JAX's default."""
-    if not isinstance(device, str):
-        return device
-    platform, _, index = device.partition(":")
-    return jax.devices(platform)[int(index or 0)]
 
 
 class Linear(nnx.Module):

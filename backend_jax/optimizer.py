@@ -6,6 +6,7 @@ Everything traces: a step compiles one loop for each parameter, and t and lr may
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 from core_numpy.contract.config import TrainConfig
 
 Arrays = dict[str, jax.Array]
+# Squares of float32 numbers times this add up for any number of parameters; what is lost below weighs nothing beside
+# a norm above 1.8e19.
+SMALL = 2.0**-80
 SLOTS = {"adamw": ("moment1", "moment2"), "sgd": ("moment1",), "lion": ("moment1",)}
 
 
@@ -26,33 +30,49 @@ def initial_state(config: TrainConfig, params: Arrays) -> dict[str, Arrays]:
 
 def global_norm(grads: Arrays) -> jax.Array:
     """The root of the sum of squares over all gradients. Rules: core_numpy.optimizer."""
-    return norm_of(grads, square_sums(grads))
+    norm, unit, _ = norm_of(grads, lambda grads: (square_sums(grads),) * 2)
+    return norm / unit
 
 
-def norm_of(grads: Arrays, squares: Arrays) -> jax.Array:
-    """The joint norm, given each sum of squares; where these overflow float32, taken of scaled gradients."""
-    norm = jnp.sqrt(sum(squares.values()))
+def norm_of(
+    grads: Arrays, sums: Callable[[Arrays], tuple[Arrays, Arrays]]
+) -> tuple[jax.Array, jax.Array, Arrays]:  # fmt: skip
+    """The joint norm of the gradients times a unit, the unit, and each sum of squares: NaN or infinite where a g is.
 
-    def scaled() -> jax.Array:
-        top = jnp.max(jnp.stack([jnp.max(jnp.abs(g)).astype(norm.dtype) for g in grads.values()]))
-        return top * jnp.sqrt(sum(square_sums({name: g / top for name, g in grads.items()}).values()))
+    The unit is 1, or `SMALL` where squares overflow float32: float32 may not hold the norm itself then. sums: gradients
+    -> their sums of squares, those to give back and those that add up to the norm's.
+    """
+    squares, joint = sums(grads)
+    norm = jnp.sqrt(sum(joint.values()))
+    one = jnp.ones((), norm.dtype)
+    if norm.dtype == jnp.float64:
+        return norm, one, squares
 
-    return jax.lax.cond(jnp.isinf(norm), scaled, lambda: norm)
+    def scaled() -> tuple[jax.Array, jax.Array, Arrays]:
+        squares, joint = sums({name: g * jnp.asarray(SMALL, g.dtype) for name, g in grads.items()})
+        return jnp.sqrt(sum(joint.values())), one * SMALL, squares
+
+    return jax.lax.cond(jnp.isfinite(norm), lambda: (norm, one, squares), scaled)
 
 
 def square_sums(grads: Arrays) -> Arrays:
-    """The sum of squares of each gradient, in float32 at least: one that is not finite names its parameter."""
+    """The sum of squares of each gradient, in float32 at least."""
     wide = {name: g.astype(jnp.promote_types(g.dtype, jnp.float32)) for name, g in grads.items()}
     return {name: jnp.sum(jnp.square(g)) for name, g in wide.items()}
 
 
-def clip(grads: Arrays, norm: jax.Array, clip_norm: float | None) -> Arrays:
-    """The gradients, scaled down to `clip_norm` where their norm is above it, exactly. Rules: core_numpy.optimizer."""
+def clip(grads: Arrays, norm: jax.Array, clip_norm: float | None, *, unit: jax.Array | float = 1.0) -> Arrays:
+    """The gradients, scaled down to `clip_norm` where their norm is above it, exactly. Rules: core_numpy.optimizer.
+
+    norm: of the gradients times `unit` (`norm_of`).
+    """
     if clip_norm is None:
         return grads
-    # The quotient where nothing is to be scaled must not be 0 / 0.
-    scale = jnp.where(norm > clip_norm, clip_norm / jnp.maximum(norm, clip_norm), 1.0)
-    return {name: (g * scale).astype(g.dtype) for name, g in grads.items()}
+    limit = clip_norm * unit
+    # In two factors, because XLA makes 0 of what is below 1.2e-38; the quotient must not be 0 / 0.
+    first = jnp.where(norm > limit, unit, 1.0)
+    second = jnp.where(norm > limit, clip_norm / jnp.maximum(norm, limit), 1.0)
+    return {name: (g * first * second).astype(g.dtype) for name, g in grads.items()}
 
 
 def update(

@@ -33,7 +33,8 @@ from . import place
 from .arrays import to_numpy
 from .folding import Folding
 from .model import Transformer
-from .training import Program, Trainer
+from .program import Program
+from .training import Trainer
 
 # Which axis of a parameter lies over the tensor axis: what is by heads or by hidden features.
 TENSOR_AXIS = {

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from core_numpy.contract.checks.model import no_device
+from core_numpy.contract.tensor_file import numpy_dtype
+
 from .visibility import traced
 
 
@@ -20,7 +23,23 @@ def from_numpy(x: Any, *, dtype: str | None = None, device: Any = None) -> torch
         tensor = torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(np.array(array))  # a copy: the tensor never shares the caller's memory
-    return tensor.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
+    place = None if device is None else find_device(device)
+    return tensor.to(device=place, dtype=None if dtype is None else getattr(torch, dtype))
+
+
+def find_device(device: Any) -> torch.device:
+    """A device of torch's own, or of a name such as "cpu" or "cuda:1"; None is torch's current default."""
+    if device is None:
+        return torch.get_default_device()
+    if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
+        raise TypeError(f"device must be None, a name such as 'cpu' or a torch.device; got {device!r}")
+    try:
+        found = torch.device(device)
+        if found.type not in ("cpu", "meta"):
+            torch.empty(0, device=found)  # nothing else asks whether it is there
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them
+        raise no_device("torch", device, error) from error
+    return found
 
 
 def borrow(x: np.ndarray) -> torch.Tensor:
@@ -39,9 +58,7 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
         x = x.full_tensor()
     host = x.cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return host.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+        return host.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16")).copy()
     # torch turns a transposed matrix in blocks, NumPy element by element.
     return host.numpy().copy() if host.is_contiguous() else host.contiguous().numpy()
 

@@ -14,7 +14,7 @@ from core_numpy.contract.checks.training import check_cache, check_generate
 from core_numpy.contract.config import BlockConfig
 from core_numpy.contract.ring import cache_slots
 
-from .arrays import values
+from .arrays import find_device, values
 from .random import categorical, fold_in
 from .turning import Tables
 
@@ -44,7 +44,7 @@ class KVCache:
         self.capacity = check_cache(config, batch, capacity, dtype)
         self.config, self.batch, self.dtype, self.length, self.written = config, batch, dtype, 0, 0
         shapes = [(batch, config.groups, slots) for slots in cache_slots(config, self.capacity)]
-        factory: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device}
+        factory: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": find_device(device)}
         # Zeros, not empty memory: a masked key may still enter a product with weight 0, and 0 times NaN is NaN.
         self.keys = [torch.zeros(*shape, config.key_size, **factory) for shape in shapes]
         self.values = [torch.zeros(*shape, config.value_size, **factory) for shape in shapes]

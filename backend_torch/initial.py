@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from core_numpy.contract.parameters import Parameter, name_hash
 
+from .arrays import find_device
 from .random import fold_in, key, uniform
 
 Either = TypeVar("Either", Tensor, np.ndarray)
@@ -22,7 +23,7 @@ def initialise(module: nn.Module, table: Mapping[str, Parameter], seed: int, dev
     Without a device the current default one, as in torch's own modules. On the meta device nothing is drawn.
     """
     module.names = tuple(table)  # type: ignore[assignment]
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = find_device(device)
     if device.type == "meta":
         return
     materialise(module, device)

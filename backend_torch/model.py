@@ -22,7 +22,7 @@ from core_numpy.contract.copies import copied, empty, serves
 from core_numpy.contract.parameters import model_parameters
 from core_numpy.contract.tensor_file import numpy_dtype
 
-from .arrays import borrow, from_numpy, to_numpy, values
+from .arrays import borrow, find_device, from_numpy, to_numpy, values
 from .block import Block, Norm, direct, dropout_key_of, dtype_of, parts, rotary_of
 from .cache import KVCache, Pair
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
@@ -231,7 +231,7 @@ class Transformer(Stack):
 
         source = Pretrained(folder)
         model = cls(source.config, dtype=dtype, device="meta")
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = find_device(device)
         if device.type == "cpu":
             kind = numpy_dtype(dtype)
             for name in named(model):

@@ -26,6 +26,7 @@ from core_numpy.contract.checks.training import (
     check_batch,
     check_batches,
     check_finite,
+    check_loss,
     check_trainer,
 )
 from core_numpy.contract.config import ModelConfig, TrainConfig
@@ -124,10 +125,10 @@ class Trainer:
         report = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": counted}
         if not np.isfinite(norm):
             names = self._not_finite()
-            if names:
-                return self._refuse(report, names)
-            # Every gradient is finite and only their squares are not.
-            report["grad_norm"] = norm = float(self._norm(self.grads.double()))
+            # Where every gradient is finite and only their squares are not, float64 holds these, or nothing does.
+            report["grad_norm"] = norm = norm if names else float(self._norm(self.grads.double()))
+            if not np.isfinite(norm):
+                return self._refuse(report, names or list(self.flat.places))
         clip(self.grads, norm, config.clip_norm)
         update(config, self.flat, self.grads, self.state, t=t, lr=lr)
         self._publish()
@@ -237,7 +238,9 @@ class Trainer:
             for batch in batches:
                 arrays = host_arrays(batch)
                 check_batch(self.model.config, arrays, dropout_key=None, dtype=self.model.dtype, values=np.asarray)
-                total += float(loss_sum(target, *tensors(arrays, device), None, 0.0, 0.0))
+                loss = float(loss_sum(target, *tensors(arrays, device), None, 0.0, 0.0))
+                check_loss(loss, lambda: get_params(self.model))
+                total += loss
                 counted += counted_targets(arrays)
         return {"loss": total / max(counted, 1), "tokens": counted}
 

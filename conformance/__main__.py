@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from core_numpy.contract.arguments import Parser
+from core_numpy.contract.arguments import Parser, ended
 
 from .progress import Bar
 from .suites import SUITES
@@ -247,22 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs = f"conformance {name}: needs {', '.join(absent)}: pip install 'attention-conformance[tools]'"
         print(needs, file=sys.stderr)
         return 3
-    try:
-        return _verb(name)(arguments)
-    except KeyboardInterrupt:
-        print("conformance: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        if "--debug" in arguments:
-            raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, ImportError) and not named:  # meant as a verb, perhaps
-            text += f"; the verbs are {', '.join(VERBS)}"
-        print(f"conformance {name}: {text}", file=sys.stderr)
-        return 3 if isinstance(error, ImportError) else 2
+
+    def verbs(error: Exception) -> str:
+        """The word in front was meant as a verb, perhaps."""
+        return f"; the verbs are {', '.join(VERBS)}" if isinstance(error, ImportError) and not named else ""
+
+    return ended(lambda: _verb(name)(arguments), f"conformance {name}", debug="--debug" in arguments, hint=verbs)
 
 
 if __name__ == "__main__":

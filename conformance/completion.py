@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from core_numpy.contract.arguments import Parser
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # No --json: what is printed is for a program already, the shell.
     parser = Parser(
         prog="conformance completion",
         description="A script for your shell that completes verbs, options, choices and files.",
@@ -62,14 +63,18 @@ def whole(files: Any) -> argparse.ArgumentParser:
 
 
 def parser_of(verb: str) -> Parser:
-    """The parser of a verb: what the verb calls first."""
+    """The parser of a verb."""
+    from . import __main__ as command
+
+    return caught(command.run if verb == "run" else importlib.import_module(f".{verb}", __package__).main)
+
+
+def caught(main: Callable[[list[str]], Any]) -> Parser:
+    """The parser of a command: what its `main` calls first."""
 
     def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
         raise _Found(self)
 
-    from . import __main__ as command
-
-    main = command.run if verb == "run" else importlib.import_module(f".{verb}", __package__).main
     kept = argparse.ArgumentParser.parse_args
     argparse.ArgumentParser.parse_args = catch  # type: ignore[method-assign]
     try:
@@ -78,4 +83,4 @@ def parser_of(verb: str) -> Parser:
         return found.args[0]
     finally:
         argparse.ArgumentParser.parse_args = kept  # type: ignore[method-assign]
-    raise RuntimeError(f"the verb {verb!r} has no parser")
+    raise RuntimeError(f"{main} has no parser")

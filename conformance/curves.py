@@ -6,7 +6,6 @@ import argparse
 import bz2
 import gzip
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from core_numpy.contract.arguments import Parser
 from core_numpy.contract.data import split
+from core_numpy.contract.json_file import read_object
 from core_numpy.contract.progress import bits_per_byte
 from core_numpy.contract.run_log import UPDATES, VALIDATION, read_curve
 from core_numpy.contract.source import open_source
@@ -75,13 +75,9 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist: expected the folder of a training run")
     try:
-        settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        settings = read_object(folder / "run.json")
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} is no training run: it lacks run.json") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / 'run.json'} is damaged: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{folder / 'run.json'} is damaged: expected an object of settings")
     run = Run(folder, settings, read_curve(folder / UPDATES), read_curve(folder / VALIDATION))
     if not run.losses or not run.validation:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from core_numpy.contract.arguments import Parser
+from core_numpy.contract.checks.common import require_int
 from core_numpy.contract.plots import draw_losses
 
 from . import race
 from .lab.pages import read_results
 from .race.process import package_environment
 from .report.html import write_report
+from .summary import write_json
 
 PACKAGES = {"numpy": "core_numpy", "torch": "backend_torch", "jax": "backend_jax"}
 # On two cores: about a minute and a half of conformance, one of training, one of racing.
@@ -29,6 +32,8 @@ CONTESTANTS = ("numpy", "torch", "jax")
 PART_TIMEOUT = 240.0
 # The experiments that train nothing: a few seconds together.
 LAB = ("average", "scaling", "permutation")
+# What a part has in bytes, for the page.
+PICTURES = ("png", "pictures")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="demo", metavar="DIR", help="where the page and its data go (default demo)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training updates (default {STEPS})")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds of the race (default 8)")
+    parser.add_argument("--json", metavar="FILE", help="write what the page shows as JSON; - for standard output")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
-    out = Path(arguments.out)
+    for option in ("steps", "rounds"):
+        require_int(f"--{option}", getattr(arguments, option), 1)
+    # With --json - standard output is the document's.
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
+        document = _demo(Path(arguments.out), arguments.steps, arguments.rounds)
+    if arguments.json:
+        write_json(arguments.json, document)
+    return 1 if document["failed"] else 0
+
+
+def _demo(out: Path, steps: int, rounds: int) -> dict[str, Any]:
+    """Run every part and write the page; gives what the page shows, without its pictures."""
     out.mkdir(parents=True, exist_ok=True)
     begin, notes = time.perf_counter(), []
     present = {name: package for name, package in PACKAGES.items() if importlib.util.find_spec(name) is not None}
@@ -52,14 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes.append(f"{name} is not installed, so {PACKAGES[name]} is left out.")
         _say(notes[-1])
     conformance = conformance_part(notes)
-    training = training_part(present, arguments.steps, notes)
-    document, png = race_part([name for name in CONTESTANTS if name in present], arguments.rounds, out, notes)
+    training = training_part(present, steps, notes)
+    document, png = race_part([name for name in CONTESTANTS if name in present], rounds, out, notes)
+    lab = lab_part(present, out, notes)
+    page = out / "report.html"
     write_report(
-        out / "report.html", conformance=conformance, training=training, race=document, race_png=png,
-        lab=lab_part(present, out, notes), notes=notes,
+        page, conformance=conformance, training=training, race=document, race_png=png, lab=lab, notes=notes
     )  # fmt: skip
-    _say(f"{time.perf_counter() - begin:.0f} s; the report is {out / 'report.html'}")
-    return 1 if any(note.startswith("Part of this failed") for note in notes) else 0
+    seconds = time.perf_counter() - begin
+    _say(f"{seconds:.0f} s; the report is {page}")
+    shown = {"conformance": conformance, "training": training, "race": document, "lab": lab}
+    return {
+        "schema": 1, "report": str(page), "seconds": round(seconds, 1), "notes": notes,
+        "failed": any(note.startswith("Part of this failed") for note in notes),
+        **{name: None if part is None else {key: x for key, x in part.items() if key not in PICTURES}
+           for name, part in shown.items()},
+    }  # fmt: skip
 
 
 def _say(text: str) -> None:

@@ -9,16 +9,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from core_numpy.contract.arguments import Parser
+from core_numpy.contract.arguments import Parser, ended
+from core_numpy.contract.checks.common import require_int
 from core_numpy.contract.communication import local_parameters, step_communication, wire_bytes
 from core_numpy.contract.config import ModelConfig
 from core_numpy.contract.cost import step_cost
 from core_numpy.contract.parallel import Layout
+
+from .summary import write_json
 
 # The shape of Llama 2 7B: 6.74 billion parameters.
 SEVEN_BILLION = ModelConfig(
@@ -102,19 +104,30 @@ def plan(rows: int = 4, length: int = 4096, device: Device | None = None) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, or write the document."""
     name = "python -m conformance.plan"
     parser = Parser(
         prog=name, description="A 7-billion model on H200s.", epilog=f"example: {name} --rows 2 --length 8192"
     )
     parser.add_argument("--rows", type=int, default=4, help="rows on each device (default 4)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row (default 4096)")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
-    rows = plan(options.rows, options.length)
-    if options.json:
-        document: dict[str, Any] = {"computed": True, "device": asdict(Device()), "rows": [asdict(r) for r in rows]}
-        print(json.dumps(document, indent=1))
-        return 0
+    return ended(lambda: _run(options.rows, options.length, options.json), name, debug=options.debug)
+
+
+def _run(each: int, length: int, file: str | None) -> int:
+    rows = plan(require_int("--rows", each, 1), require_int("--length", length, 1))
+    if file:
+        found: dict[str, Any] = {"computed": True, "device": asdict(Device()), "rows": [asdict(r) for r in rows]}
+        write_json(file, {"schema": 1, **found})
+    if file != "-":
+        _show(rows)
+    return 0
+
+
+def _show(rows: Sequence[Row]) -> None:
     print("computed, not measured")
     print("| devices | layout | rows | GB weights | GB activations | s products | s links | s a step | tokens/s |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
@@ -126,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{r.products:.2f} | {r.communication:.2f} | {r.fastest:.2f} to {r.slowest:.2f} | "
             f"{low:,.0f} to {high:,.0f} |"
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from core_numpy.contract import tensor_file
 from core_numpy.contract.arguments import Parser
+from core_numpy.contract.json_file import read_object
 
 from . import exchange
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
@@ -102,13 +103,13 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} is no folder of vectors: it has no {MANIFEST} (an unfinished one has none either)")
+    manifest = read_object(path)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
         schema = manifest["schema"]
         if schema == SCHEMA:
             for entry in manifest["vectors"]:
                 _ = entry["id"], entry["rules"], entry["function"], entry["files"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a manifest of vectors: {type(error).__name__}: {error}") from error
     if schema != SCHEMA:
         raise ValueError(f"{path} has schema {schema!r}; this version reads schema {SCHEMA}")
@@ -233,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     writing.add_argument("folder", metavar="DIR", help="a new folder")
     writing.add_argument("--level", default="quick", choices=LEVELS)
+    writing.add_argument("--json", metavar="FILE", help="write what was written as JSON; - for standard output")
     checking = verbs.add_parser(
         "check", help="judge a folder of answers", epilog="example: conformance vectors check vectors answers"
     )
@@ -252,7 +254,12 @@ def main(argv: Sequence[str]) -> int:
     if options.verb == "write":
         manifest = write(options.folder, options.level, options.case)
         size = sum(file.stat().st_size for file in Path(options.folder).rglob("*") if file.is_file())
-        print(f"{len(manifest['vectors'])} vectors, {size / 1e6:.1f} MB, in {options.folder}")
+        count = len(manifest["vectors"])
+        if options.json:
+            found = {"schema": SCHEMA, "level": options.level, "folder": options.folder, "vectors": count}
+            summary.write_json(options.json, found | {"bytes": size})
+        if options.json != "-":
+            print(f"{count} vectors, {size / 1e6:.1f} MB, in {options.folder}")
         return 0
     results, strangers = check(options.folder, options.answers, options.case)
     facts = {results[0].target: {"vectors": len(results)}}

@@ -10,7 +10,7 @@ from .contract.checks.model import check_no_device
 from .contract.checks.training import check_cache, check_generate
 from .contract.config import BlockConfig
 from .contract.ring import cache_slots
-from .encodings import dtype_of
+from .contract.tensor_file import numpy_dtype
 from .layers import softmax
 from .modules import wide
 from .random import categorical, fold_in
@@ -50,8 +50,8 @@ class KVCache:
         check_no_device(device)
         self.config, self.batch, self.dtype, self.length, self.written = config, batch, dtype, 0, 0
         shapes = [(batch, config.groups, slots) for slots in cache_slots(config, self.capacity)]
-        self.keys = [np.zeros((*shape, config.key_size), dtype_of(dtype)) for shape in shapes]
-        self.values = [np.zeros((*shape, config.value_size), dtype_of(dtype)) for shape in shapes]
+        self.keys = [np.zeros((*shape, config.key_size), numpy_dtype(dtype)) for shape in shapes]
+        self.values = [np.zeros((*shape, config.value_size), numpy_dtype(dtype)) for shape in shapes]
         self.source: Source = (None, None)
         self.memory: list[Pair] | None = None
 
@@ -129,7 +129,7 @@ def generate(
             last=True,
         )
         cache.advance(inputs.shape[1])
-        last = rounded(logits[:, -1], dtype_of(model.dtype))
+        last = rounded(logits[:, -1], numpy_dtype(model.dtype))
         inputs = _choose(last, temperature, top_k, top_p, key, n).astype(tokens.dtype)[:, None]
         new.append(inputs)
     return np.concatenate([tokens, *new], axis=1)

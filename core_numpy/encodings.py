@@ -43,9 +43,10 @@ from .contract.checks.encodings import (
     check_tables,
 )
 from .contract.config import RotaryScaling
+from .contract.tensor_file import numpy_dtype
 from .frequencies import scaled_frequencies
 from .rotary_pairs import over_heads, pairs, rotary_order
-from .rounding import dtype_of, rounded
+from .rounding import rounded
 
 
 def embed(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -82,7 +83,7 @@ def sinusoidal_encoding(
         out[..., 0::2], out[..., 1::2] = np.sin(angles), np.cos(angles[..., : width - sines])
     else:
         out[..., :sines], out[..., sines:] = np.sin(angles), np.cos(angles[..., : width - sines])
-    return rounded(out, dtype_of(dtype))
+    return rounded(out, numpy_dtype(dtype))
 
 
 def rotary_frequencies(
@@ -150,7 +151,7 @@ def permute_rotary(
 
 def alibi_slopes(heads: int, *, dtype: str = "float32") -> np.ndarray:
     """How fast each head's attention falls with distance: (H,) of `dtype`. Refuses heads below 1. encodings-9."""
-    return rounded(_slopes(check_slopes(heads, dtype)), dtype_of(dtype))
+    return rounded(_slopes(check_slopes(heads, dtype)), numpy_dtype(dtype))
 
 
 def alibi_bias(
@@ -164,7 +165,7 @@ def alibi_bias(
     """
     heads = check_slopes(heads, dtype)
     distance = np.abs(_relative(*check_distances(T, S, q_offset), q_offset))[..., None, :, :]
-    return rounded(_slopes(heads)[:, None, None] * -distance, dtype_of(dtype))
+    return rounded(_slopes(heads)[:, None, None] * -distance, numpy_dtype(dtype))
 
 
 def relative_buckets(

@@ -12,6 +12,7 @@ from functools import reduce
 import numpy as np
 
 from .contract.checks import masks as checks
+from .contract.tensor_file import numpy_dtype
 
 
 def causal_mask(T: int, S: int | None = None, *, q_offset: int | np.ndarray | None = None) -> np.ndarray:
@@ -140,11 +141,7 @@ def mask_to_bias(mask: np.ndarray, dtype: str) -> np.ndarray:
     """
     checks.check_boolean("mask", mask)
     checks.check_bias_dtype(dtype)
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        return np.where(mask, 0.0, -np.inf).astype(ml_dtypes.bfloat16)
-    return np.where(mask, 0.0, -np.inf).astype(dtype)
+    return np.where(mask, 0.0, -np.inf).astype(numpy_dtype(dtype))
 
 
 def positions_from_mask(padding: np.ndarray) -> np.ndarray:

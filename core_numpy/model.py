@@ -41,7 +41,8 @@ from .contract.config import ModelConfig
 from .contract.copies import copied, serves
 from .contract.families import Pretrained, write_pretrained
 from .contract.parameters import model_parameters
-from .encodings import alibi_bias, dtype_of, relative_bias, sinusoidal_encoding
+from .contract.tensor_file import numpy_dtype
+from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
 from .modules import Module, Norm, Table, Values, below, dropped, initial_values, own_rotary, wide
 from .random import fold_in
 from .rounding import rounded
@@ -91,7 +92,7 @@ class Transformer(Module):
         """
         source = Pretrained(folder)
         cls.refuse(source.config, 0, dtype, device, model=True)
-        kind = dtype_of(dtype)
+        kind = numpy_dtype(dtype)
         values = {}
         for name in source.shapes:
             x = source.read(name)
@@ -156,7 +157,7 @@ class Transformer(Module):
             "mask": mask, "kv_lengths": kv_lengths, "segments": segments, "positions": positions, "cache": cache,
             "dropout_key": dropout_key, "context": context, "context_lengths": context_lengths,
         }  # fmt: skip
-        return rounded(self._call(tokens, given, None), dtype_of(self.dtype))
+        return rounded(self._call(tokens, given, None), numpy_dtype(self.dtype))
 
     def attention_maps(
         self,
@@ -178,7 +179,7 @@ class Transformer(Module):
         }  # fmt: skip
         maps: list[np.ndarray] = []
         self._call(tokens, given, maps)
-        return [rounded(weights, dtype_of(self.dtype)) for weights in maps]
+        return [rounded(weights, numpy_dtype(self.dtype)) for weights in maps]
 
     def _call(self, tokens: np.ndarray, given: dict[str, Any], maps: list[np.ndarray] | None) -> np.ndarray:
         check_model_call(self.config, tokens, **given, dtype=self.dtype, values=np.asarray)

@@ -10,7 +10,8 @@ import numpy as np
 from .contract.checks.model import check_module, check_no_device
 from .contract.config import BlockConfig, ModelConfig
 from .contract.parameters import Parameter, name_hash
-from .encodings import dtype_of, rotary_frequencies, rotary_tables
+from .contract.tensor_file import numpy_dtype
+from .encodings import rotary_frequencies, rotary_tables
 from .layers import drop, layer_norm, rms_norm
 from .random import fold_in, key, uniform
 
@@ -34,7 +35,7 @@ def initial_values(table: Mapping[str, Parameter], seed: int, dtype: str) -> dic
         else:
             u = uniform(fold_in(key(seed), name_hash(name)), parameter.shape)
             value = np.float32(parameter.bound) * (u * np.float32(2) - np.float32(1))
-        values[name] = value.astype(dtype_of(dtype))
+        values[name] = value.astype(numpy_dtype(dtype))
     return values
 
 

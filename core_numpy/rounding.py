@@ -25,12 +25,3 @@ def rounded(x: Any, dtype: Any) -> np.ndarray:
         towards = np.where(exact > near, np.float32(np.inf), np.float32(-np.inf))
         odd = np.where((near != exact) & even, np.nextafter(near, towards), near)
         return odd.astype(dtype)
-
-
-def dtype_of(name: str) -> np.dtype:
-    """The NumPy dtype of a name; bfloat16 is ml_dtypes'."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)

@@ -10,7 +10,8 @@ are rounded to the precision, and the gradients are those at the rounded paramet
 training-6: a gradient that is not finite stops, naming update and parameters, or with nonfinite="skip" leaves
 everything, t included, as it was.
 training-7: a saved trainer goes on as if it had never stopped: parameters, moments, average and t are all its state.
-training-8: evaluation is the mean over the counted targets of all batches, without dropout, label smoothing and z-loss.
+training-8: evaluation is the mean over the counted targets of all batches, without dropout, label smoothing and
+z-loss; a loss that is not finite stops, naming the parameters that are not.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from .contract.checks.training import (
     check_batches,
     check_eager,
     check_finite,
+    check_loss,
     check_trainer,
 )
 from .contract.config import ModelConfig, TrainConfig
 from .contract.progress import fit_bar
 from .contract.saving import Saver, whole
 from .contract.schedule import learning_rate
-from .encodings import dtype_of
+from .contract.tensor_file import numpy_dtype
 from .gradients.layers import loss_sum_gradient
 from .gradients.model import model_backward
 from .layers import loss_sum
@@ -167,7 +169,7 @@ class Trainer:
         """The model whose parameters are rounded to the precision. Rules: training-5."""
         if self.config.precision in ("float32", "float64"):
             return self.model
-        dtype = dtype_of(self.config.precision)
+        dtype = numpy_dtype(self.config.precision)
         working = Transformer.__new__(Transformer)
         cast = {name: rounded(p, dtype) for name, p in self.model.parameters().items()}
         working.assemble(self.model.config, cast, self.config.precision)
@@ -197,8 +199,10 @@ class Trainer:
             arrays = _arrays(batch)
             check_batch(model.config, arrays, dropout_key=None, dtype=model.dtype, values=np.asarray)
             call: dict[str, Any] = {CALL[name]: x for name, x in arrays.items() if name in CALL}
-            logits, _ = model.run(arrays["tokens"], **call, keep=False)
-            total, number = loss_sum(logits, arrays["targets"], IGNORED, 0.0, 0.0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                logits, _ = model.run(arrays["tokens"], **call, keep=False)
+                total, number = loss_sum(logits, arrays["targets"], IGNORED, 0.0, 0.0)
+            check_loss(total, lambda: get_params(self.model))
             loss, counted = loss + total, counted + number
         return {"loss": loss / max(counted, 1), "tokens": counted}
 

@@ -6,15 +6,14 @@ says "lowered" and "compiled for", never "passed on".
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from core_numpy.contract.arguments import Parser
 
+from ..summary import write_json
 from .rows import Row
 
 SCHEMA = 1
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="run the suite and the race on this device (cuda, tpu, cpu); default: one found",
     )
     parser.add_argument("--no-run", action="store_true", help="leave a device that is here alone")
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
     from . import here, table
@@ -47,11 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     document: dict[str, Any] = {"schema": SCHEMA, "environment": here.environment()}
     device = None if options.no_run else options.on or here.found()
     if device is not None:
-        document["on"] = here.run(device, say=lambda text: print(text, file=sys.stderr, flush=True))
+        document["on"] = here.run(
+            device, say=lambda text: print(text, file=sys.stderr, flush=True), quiet=options.json == "-"
+        )
     document["rows"] = [asdict(row) for row in rows]
-    table.show(rows, document.get("on"))
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        write_json(options.json, document)
+    if options.json != "-":
+        table.show(rows, document.get("on"))
     failed = any(row.status == "failed" for row in rows) or document.get("on", {}).get("failed", False)
     return int(failed)
 

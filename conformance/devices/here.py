@@ -58,8 +58,11 @@ def commands(device: str, folder: Path) -> list[tuple[str, list[str]]]:
     ]  # fmt: skip
 
 
-def run(device: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """The suite and the race on a device, inside the budget; gives their documents and a line."""
+def run(device: str, say: Callable[[str], None], *, quiet: bool = False) -> dict[str, Any]:
+    """The suite and the race on a device, inside the budget; gives their documents and a line.
+
+    quiet: what they print goes to standard error.
+    """
     document: dict[str, Any] = {"device": device, "failed": False}
     started, words = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:
@@ -67,7 +70,7 @@ def run(device: str, say: Callable[[str], None]) -> dict[str, Any]:
         for what, command in commands(device, folder):
             left = BUDGET - (time.monotonic() - started)
             say(f"{what} on {device}, {left:.0f} s left")
-            status = _timed(command, device, left)
+            status = _timed(command, device, left, quiet)
             document["failed"] |= status != 0
             file = folder / f"{what}.json"
             document[what] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
@@ -78,12 +81,13 @@ def run(device: str, say: Callable[[str], None]) -> dict[str, Any]:
     return document | {"summary": ", ".join(words), "seconds": round(time.monotonic() - started, 1)}
 
 
-def _timed(command: list[str], device: str, left: float) -> int | None:
+def _timed(command: list[str], device: str, left: float, quiet: bool) -> int | None:
     """The exit status; None where the time was up."""
     environment = {**os.environ, "CONFORMANCE_DEVICE": device}
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
     try:
-        return subprocess.run(command, env=environment, timeout=max(left, 1.0)).returncode
+        printed = sys.stderr.fileno() if quiet else None
+        return subprocess.run(command, env=environment, timeout=max(left, 1.0), stdout=printed).returncode
     except subprocess.TimeoutExpired:
         return None

@@ -17,7 +17,7 @@ from backend_jax.cache import _continue, _read
 from backend_jax.kernels import KERNELS, lowering_for
 from backend_jax.model import named_parameters
 from backend_jax.optimizer import initial_state
-from backend_jax.training import Program
+from backend_jax.program import Program
 from core_numpy.contract.config import ModelConfig, TrainConfig
 
 # Every feature that lowers by itself: groups, rotary tables, a window, sinks, a soft cap, dropout.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from core_numpy.contract.json_file import read_object
 
 from .common import Report
 
@@ -78,7 +79,7 @@ def write_page(path: Path, document: Mapping[str, Any], pictures: Path) -> None:
 
 def read_results(folder: Path) -> dict[str, Any]:
     """What `conformance lab --out FOLDER` wrote, as the suite's report takes it: lab.json with the pictures inside."""
-    document: dict[str, Any] = json.loads((folder / "lab.json").read_text(encoding="utf-8"))
+    document = read_object(folder / "lab.json")
     if document.get("schema") != SCHEMA or "experiments" not in document:
         raise ValueError(f"{folder / 'lab.json'} must be the lab's document of schema {SCHEMA}")
     return document | {"pictures": {name: (folder / f"{name}.png").read_bytes() for name in document["experiments"]}}

@@ -7,17 +7,17 @@ case take turns, so a machine's moods meet all of them, and their results are co
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from core_numpy.contract.arguments import Parser
+from core_numpy.contract.arguments import Parser, ended
 
+from ..progress import Bar
+from ..summary import write_json
 from .machine import environment
 
 LENGTHS = (64, 256, 1024, 2048)
@@ -75,7 +75,8 @@ def command(doc: str | None, prog: str, cases: Iterable[str], arguments: list[st
     parser.add_argument("--case", action="append", metavar="TEXT", help=f"only cases with it: {', '.join(cases)}")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case in each mode (2)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every contestant (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every contestant's figures too")
+    parser.add_argument("--json", metavar="FILE", help="write every contestant's figures; - for standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     asked = parser.parse_args(arguments)
     asked.lengths = asked.lengths or list(LENGTHS)
     if min(asked.lengths) < 1 or asked.threads < 1 or not asked.seconds > 0:
@@ -84,19 +85,28 @@ def command(doc: str | None, prog: str, cases: Iterable[str], arguments: list[st
 
 
 def run(rows: Iterator[Row], total: int, asked: argparse.Namespace, framework: str) -> int:
-    """Measure with a bar, print the table, write the file."""
-    from rich.console import Console
-    from rich.progress import track
+    """Measure with a bar, print the table or write the document."""
+    return ended(
+        lambda: _run(rows, total, asked, framework),
+        f"python -m conformance.race.attention_{framework.lower()}", debug=asked.debug,
+    )  # fmt: skip
 
-    console = Console()
-    found = list(track(rows, description=f"attention in {framework}", total=total, console=console, transient=True))
-    if not found:
-        console.print("no case has that in its name")
-        return 2
-    console.print(table(found, f"attention in {framework}, threads: {asked.threads}"))
-    if asked.json is not None:
-        document = {"environment": environment(asked.threads), "rows": [asdict(row) for row in found]}
-        asked.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+def _run(rows: Iterator[Row], total: int, asked: argparse.Namespace, framework: str) -> int:
+    if not total:
+        raise ValueError(f"no case has {' or '.join(map(repr, asked.case))} in its name")
+    found = []
+    with Bar(total, quiet=asked.json == "-") as advance:
+        for row in rows:
+            found.append(row)
+            advance(f"attention in {framework}: {row.case}, {row.length:,}")
+    if asked.json:
+        document = {"schema": 1, "environment": environment(asked.threads), "rows": [asdict(row) for row in found]}
+        write_json(asked.json, document)
+    if asked.json != "-":
+        from rich.console import Console
+
+        Console().print(table(found, f"attention in {framework}, threads: {asked.threads}"))
     return 0
 
 

@@ -9,19 +9,20 @@ generate the prompt and the new tokens.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core_numpy.contract.arguments import Parser
+from core_numpy.contract.arguments import Parser, ended
+from core_numpy.contract.checks.common import require_int
 
+from ..summary import write_json
 from .machine import environment
 
 # width, layers, heads, key/value heads, vocabulary of a Llama.
@@ -150,7 +151,8 @@ def measure(size: str, batch: int, prompt: int, new: int, rounds: int) -> list[d
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or write the document."""
     name = "python -m conformance.race.decode"
     parser = Parser(
         prog=name, description=(__doc__ or "").split("\n")[0], epilog=f"example: {name} --size small --batch 4"
@@ -160,8 +162,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (128)")
     parser.add_argument("--new", type=int, default=64, help="tokens to write (64)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     asked = parser.parse_args(arguments)
+    return ended(lambda: _run(asked), name, debug=asked.debug)
+
+
+def _run(asked: argparse.Namespace) -> int:
+    for option in ("batch", "prompt", "new", "rounds"):
+        require_int(f"--{option}", getattr(asked, option), 1)
     # Before JAX and torch are imported: one thread each.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -169,10 +178,18 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     rows = measure(asked.size, asked.batch, asked.prompt, asked.new, asked.rounds)
+    if asked.json:
+        write_json(asked.json, {"schema": 1, "environment": environment(1), "rows": rows})
+    if asked.json != "-":
+        _show(rows, f"{asked.size}: {asked.batch} of prompt {asked.prompt}, {asked.new} new tokens, one thread")
+    return 0
+
+
+def _show(rows: list[dict[str, Any]], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{asked.size}: {asked.batch} of prompt {asked.prompt}, {asked.new} new tokens, one thread")
+    table = Table(title=title)
     for heading in ("task", "contestant", "ms", "tokens/s", "of transformers"):
         table.add_column(heading, justify="left" if heading in ("task", "contestant") else "right")
     for row in rows:
@@ -184,10 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['ratio']:.2f}",
         )
     Console().print(table)
-    if asked.json is not None:
-        found = {"environment": environment(1), "rows": rows}
-        asked.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from core_numpy.contract.json_file import read_object
 
 from .figures import unpaired_interval
 from .racing import SCHEMA
@@ -17,12 +18,10 @@ from .table import TEXT_WIDTH
 def read(path: str) -> dict[str, Any]:
     """A document that `run` gave, from a file; ValueError says what is wrong with one that is none."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = read_object(Path(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON document: {error}") from None
-    if not isinstance(document, dict) or not {"schema", "environment", "races"} <= document.keys():
+    if not {"schema", "environment", "races"} <= document.keys():
         raise ValueError(f"{path} is no result of a race: it lacks schema, environment or races")
     if document["schema"] != SCHEMA:
         raise ValueError(

@@ -21,12 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from core_numpy.contract.arguments import Parser
+from core_numpy.contract.arguments import Parser, ended
+from core_numpy.contract.checks.common import require_int
 
 from ..progress import Bar
+from ..summary import write_json
 from .decode import Call
 from .machine import environment
 from .process import package_environment
@@ -128,7 +129,8 @@ def in_a_process(name: str, small: str, folder: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(families: tuple[str, ...], megabytes: int, rounds: int) -> list[dict[str, Any]]:
+def measure(families: tuple[str, ...], megabytes: int, rounds: int, quiet: bool = False) -> list[dict[str, Any]]:
+    """One row per family, load and contestant; quiet: without a bar."""
     rows = []
     for family in families:
         with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as folder:
@@ -136,7 +138,7 @@ def measure(families: tuple[str, ...], megabytes: int, rounds: int) -> list[dict
             write_home(family, megabytes, folder)
             size = os.path.getsize(os.path.join(folder, "model.safetensors"))
             found = []
-            with Bar(rounds * len(CONTESTANTS)) as advance:
+            with Bar(rounds * len(CONTESTANTS), quiet=quiet) as advance:
                 for name in CONTESTANTS * rounds:
                     found.append((name, in_a_process(name, small, folder)))
                     advance(f"{family}: {name}")
@@ -156,7 +158,8 @@ def measure(families: tuple[str, ...], megabytes: int, rounds: int) -> list[dict
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or write the document."""
     name = "python -m conformance.race.loading"
     parser = Parser(
         prog=name, description=(__doc__ or "").split("\n")[0], epilog=f"example: {name} --family gpt2 --rounds 3"
@@ -164,13 +167,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=200, help="size of the file (200)")
     parser.add_argument("--family", choices=FAMILIES, help="one of the two files (both)")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each contestant (5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.child is not None:
         print(json.dumps(load_once(*asked.child)))
-        return
-    rows = measure(FAMILIES if asked.family is None else (asked.family,), asked.megabytes, asked.rounds)
+        return 0
+    return ended(lambda: _run(asked), name, debug=asked.debug)
+
+
+def _run(asked: argparse.Namespace) -> int:
+    for option in ("megabytes", "rounds"):
+        require_int(f"--{option}", getattr(asked, option), 1)
+    families = FAMILIES if asked.family is None else (asked.family,)
+    rows = measure(families, asked.megabytes, asked.rounds, quiet=asked.json == "-")
+    if asked.json:
+        write_json(asked.json, {"schema": 1, "environment": environment(1), "rows": rows})
+    if asked.json != "-":
+        _show(rows)
+    return 0
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -184,10 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['least_ms']:.0f}", f"{row['of_read']:.2f}", f"{row['of_module']:.2f}",
         )  # fmt: skip
     Console().print(table)
-    if asked.json is not None:
-        written = {"environment": environment(1), "rows": rows}
-        asked.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

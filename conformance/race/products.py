@@ -9,14 +9,14 @@ backward pass, which counts as its own time and not as a product's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from core_numpy.contract.arguments import Parser
+from core_numpy.contract.arguments import Parser, ended
 
+from ..summary import write_json
 from .alone import take_turns
 from .machine import environment
 from .task import SEED, SIZES, Task
@@ -75,15 +75,23 @@ def measure(task: Task, seconds: float) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one line, or the document."""
-    parser = Parser(prog="python -m conformance.race.products", description=(__doc__ or "").split("\n")[0])
+    name = "python -m conformance.race.products"
+    parser = Parser(prog=name, description=(__doc__ or "").split("\n")[0], epilog=f"example: {name} --size small")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="of the race's (tiny)")
     parser.add_argument("--seconds", type=float, default=5.0, help="to measure for (5)")
-    parser.add_argument("--json", action="store_true", help="the result with the machine, for programs")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     asked = parser.parse_args(arguments)
-    found = measure(Task(asked.size), asked.seconds)
-    if asked.json:
-        print(json.dumps({**found, "machine": environment()}, indent=2))
-    else:
+    return ended(lambda: _run(asked.size, asked.seconds, asked.json), name, debug=asked.debug)
+
+
+def _run(size: str, seconds: float, file: str | None) -> int:
+    if not seconds >= 0:
+        raise ValueError(f"--seconds must be at least 0; got {seconds:g}")
+    found = measure(Task(size), seconds)
+    if file:
+        write_json(file, {"schema": 1, "environment": environment(), **found})
+    if file != "-":
         whole, alone = found["pass"] * 1e3, found["products"] * 1e3
         ratio = found["ratio"]
         print(f"{found['size']}: forward and backward {whole:.1f} ms, products alone {alone:.1f} ms: {ratio:.2f} times")

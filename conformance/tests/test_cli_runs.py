@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stand_in import RUN, Trainer, make
+from stand_in import RUN, Trainer, logged, make
 
-from core_numpy.contract import cli
+from core_numpy.contract import cli, training_run
 from core_numpy.contract.checkpoints import read_checkpoint
 from core_numpy.contract.cli import main
 from core_numpy.contract.data import evaluation_batches
@@ -93,7 +93,18 @@ def test_a_run_saves_on_its_way_without_being_asked(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ['{"text": 5}', '{"steps": "9"}', '{"length": null}', '{"size": true}', "[1]", "{", "[" * 9999]
+    "damage",
+    [
+        '{"text": 5}',
+        '{"steps": "9"}',
+        '{"checkpoint_every": 0}',
+        '{"evaluate_every": 1.5}',
+        '{"length": null}',
+        '{"size": true}',
+        "[1]",
+        "{",
+        "[" * 9999,
+    ],
 )
 def test_a_damaged_run_json_is_named(stand_in, capsys, damage):
     assert main(stand_in, [*RUN, "--steps", "2"]) == 0
@@ -102,6 +113,25 @@ def test_a_damaged_run_json_is_named(stand_in, capsys, damage):
     for verb in (["evaluate"], ["train", "--steps", "4"]):
         assert main(stand_in, [*verb, "--resume", "runs/numpy-tiny"]) == 2
         assert re.search(r"error: \S*numpy-tiny/run\.json is damaged", capsys.readouterr().err)
+
+
+def test_a_resumed_run_keeps_how_often_it_saves_and_measures_unless_told_otherwise(stand_in):
+    every = ["--checkpoint-every", "3", "--evaluate-every", "4"]
+    assert main(stand_in, [*RUN, "--steps", "4", *every, "--out", "run"]) == 0
+    run = json.loads(Path("run/run.json").read_text())
+    assert (run["checkpoint_every"], run["evaluate_every"]) == (3, 4)
+    assert main(stand_in, ["train", "--resume", "run", "--steps", "9", "--plain"]) == 0
+    assert sorted(path.name[-1] for path in Path("run").glob("step-*")) == ["4", "6", "9"]  # the three newest are kept
+    assert [row["step"] for row in logged("run", "validation.jsonl")] == [4, 8, 9]
+    again = ["train", "--resume", "run", "--steps", "13", "--plain", "--checkpoint-every", "5", "--evaluate-every", "6"]
+    assert main(stand_in, again) == 0
+    assert sorted(int(path.name[5:]) for path in Path("run").glob("step-*")) == [9, 10, 13]
+    assert [row["step"] for row in logged("run", "validation.jsonl")] == [4, 8, 9, 12, 13]
+    # A run of an older version says neither.
+    run = {name: x for name, x in run.items() if not name.endswith("_every")}
+    Path("run/run.json").write_text(json.dumps(run | {"steps": 13}))
+    assert main(stand_in, ["train", "--resume", "run", "--steps", "14", "--plain"]) == 0
+    assert json.loads(Path("run/run.json").read_text())["checkpoint_every"] == training_run.CHECKPOINT_EVERY
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence_with_its_name(stand_in, capsys):

@@ -22,11 +22,16 @@ pytest.importorskip("safetensors")
 
 import core_numpy
 from conformance import curves, vectors
-from core_numpy.contract.checkpoints import read_checkpoint
+from conformance.lab import pages
+from conformance.race import documents, racing
+from core_numpy.contract.checkpoints import checkpoint_path, finish_shards, read_checkpoint
 from core_numpy.contract.config import ModelConfig, TrainConfig
 from core_numpy.contract.data import read_text, read_tokens
 from core_numpy.contract.files import load_config, load_params, save_params
 from core_numpy.contract.run_log import UPDATES, VALIDATION
+from core_numpy.contract.settings import stored_settings
+from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, write_shard
+from core_numpy.contract.words import Words
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +95,52 @@ def curve(folder: Path) -> Callable[[], Any]:
     return lambda: curves.read_run(folder)
 
 
-READERS = [safetensors_file, checkpoint, pretrained, sharded, tokens, text, written_vectors, answers, curve]
+def run_settings(folder: Path) -> Callable[[], Any]:
+    model = core_numpy.Transformer(CONFIG)
+    core_numpy.Trainer(model, TrainConfig(steps=3)).save(folder / "run")
+    said = {"text": "a.txt", "steps": 3, "length": 8, "lr": 1e-3, "seed": 0, "checkpoint_every": 5, "digest": "x"}
+    (folder / "run" / "run.json").write_text(json.dumps(said), encoding="utf-8")
+    return lambda: stored_settings(read_checkpoint(folder / "run"))
+
+
+def shards(folder: Path) -> Callable[[], Any]:
+    path = checkpoint_path(folder, 7)
+    directory = open_shards(folder, path)
+    params = core_numpy.get_params(core_numpy.Transformer(CONFIG))
+    shapes = {name: list(x.shape) for name, x in params.items()}
+    wholes = dict.fromkeys((MODEL_SLOT, "moment1", "moment2"), shapes)
+    pieces = {(slot, name): [((0,) * x.ndim, x)] for slot in wholes for name, x in params.items()}
+    entries = {shard_name(0): write_shard(directory, 0, pieces)}
+    finish_shards(
+        directory, path, step=7, shards=entries, wholes=wholes, config=CONFIG, train_config=TrainConfig(), extra={}
+    )
+    return lambda: read_checkpoint(folder)
+
+
+def race_result(folder: Path) -> Callable[[], Any]:
+    row = {"status": "raced", "rounds": [0.5, 0.25], "median": 0.4}
+    races = [{"task": {"name": "x"}, "contestants": {"torch": row}, "verdict": "torch wins"}]
+    found = {"schema": racing.SCHEMA, "environment": {"cores": 2}, "races": races}
+    (folder / "race.json").write_text(json.dumps(found), encoding="utf-8")
+    return lambda: documents.read(str(folder / "race.json"))
+
+
+def lab_result(folder: Path) -> Callable[[], Any]:
+    (folder / "lab.json").write_text(json.dumps({"schema": 1, "experiments": {"a": {}}}), encoding="utf-8")
+    (folder / "a.png").write_bytes(b"png")
+    return lambda: pages.read_results(folder)
+
+
+def tokenizer(folder: Path) -> Callable[[], Any]:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a")).save(str(folder / "tokenizer.json"))
+    return lambda: Words(folder).prompt("a", None)
+
+
+READERS = [
+    safetensors_file, checkpoint, pretrained, sharded, tokens, text, written_vectors, answers, curve, run_settings,
+    shards, race_result, lab_result, tokenizer,
+]  # fmt: skip
 
 
 def damaged(raw: bytes, draw: random.Random) -> bytes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,92 @@ def test_a_word_that_no_verb_knows_is_a_line_and_status_2(verb, capsys):
     assert said.out == "" and re.fullmatch(rf"conformance {verb}: .*; conformance {verb} --help says more\n", said.err)
 
 
+# What is started by other processes of ours, with arguments of their own.
+WORKERS = {"conformance.race.worker", "conformance.devices.aot_worker", "conformance.suites.parallel_worker"}
+# A script for a shell is for a program already.
+NO_JSON = {"conformance completion"}
+
+
+def measuring() -> list[str]:
+    """Every module of `conformance` that is a command by itself, beside the verbs."""
+    found = []
+    for file in sorted((ROOT / "conformance").rglob("*.py")):
+        if "tests" not in file.parts and '__name__ == "__main__"' in file.read_text(encoding="utf-8"):
+            found.append(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    return [name for name in found if name not in WORKERS | {"conformance.__main__"}]
+
+
+def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """The parser, or those of its verbs."""
+    verbs = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [leaf for one in verbs for verb in one.values() for leaf in leaves(verb)] if verbs else [parser]
+
+
+def every_parser() -> list[argparse.ArgumentParser]:
+    from conformance.completion import caught, parser_of
+    from conformance.race.command import compare_files
+    from core_numpy.contract.cli import build_parser
+
+    found = [caught(compare_files)]
+    for parser in (
+        *map(parser_of, VERBS),
+        *(caught(importlib.import_module(name).main) for name in measuring()),
+        *(build_parser(types.ModuleType(name)) for name in ("core_numpy", "backend_torch", "backend_jax")),
+    ):
+        found += leaves(parser)
+    return found
+
+
+def test_every_command_has_json_debug_and_an_example():
+    parsers = {parser.prog: parser for parser in every_parser()}
+    assert len(parsers) > 25 and {"conformance vectors write", "conformance race compare"} <= parsers.keys()
+    assert {"python -m conformance.race.decode", "python -m conformance.plan"} <= parsers.keys()
+    lacking = {}
+    for prog, parser in parsers.items():
+        options = parser._option_string_actions
+        wanted = {"--debug", "--help"} | (set() if prog in NO_JSON else {"--json"})
+        lacks = [*sorted(wanted - options.keys()), *([] if "xample" in (parser.epilog or "") else ["an example"])]
+        if lacks:
+            lacking[prog] = lacks
+        # Lines as they come, of the three backends; elsewhere a document, to standard output where FILE is "-".
+        streams = "conformance" not in prog
+        if "--json" in options:
+            assert options["--json"].nargs == (0 if streams else None), prog
+    assert lacking == {}
+
+
+MEASURING_REFUSED = {
+    "race.products": ["--seconds", "-1"],
+    "race.decode": ["--rounds", "0"],
+    "race.loading": ["--megabytes", "0"],
+    "race.attention_torch": ["--case", "nosuch"],
+    "race.attention_jax": ["--case", "nosuch"],
+    "plan": ["--rows", "0"],
+}
+
+
+def test_an_error_of_a_measuring_command_is_one_line_and_with_debug_a_traceback(capsys):
+    assert measuring() == sorted(f"conformance.{name}" for name in MEASURING_REFUSED)
+    for name, wrong in MEASURING_REFUSED.items():
+        main = importlib.import_module(f"conformance.{name}").main
+        assert main(wrong) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith(f"python -m conformance.{name}: ") and said.err.count("\n") == 1
+        with pytest.raises(ValueError, match=r"nosuch|must be"):
+            main([*wrong, "--debug"])
+
+
+def test_the_plan_is_a_table_or_a_document(capsys):
+    from conformance.plan import main
+
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert main(["--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["computed"] is True and document["rows"][-1]["devices"] == 4096
+    assert printed.count("\n| ") == len(document["rows"]) + 1 and "| 4,096 |" in printed
+
+
 # What each verb refuses by itself, after argparse: a line that says why, and the traceback with --debug.
 REFUSED = {
     "run": ["core_numpy", "--jobs", "0"],
@@ -78,6 +167,7 @@ REFUSED = {
     "lab": ["nosuch"],
     "maps": ["--model", "nosuch", "a text"],
     "curves": ["nosuch"],
+    "demo": ["--steps", "0"],
 }
 
 

@@ -55,7 +55,9 @@ def test_the_command_prints_a_line_per_case_and_writes_the_figures(tmp_path, cap
         assert race.main(["8", "--case", "nothing like it"]) == 2
     finally:
         torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.err == "python -m conformance.race.attention_torch: no case has 'nothing like it' in its name\n"
+    printed = said.out
     assert "causal, grouped 8:2" in printed and "sdpa" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert {(row["length"], row["mode"]) for row in rows} == {(n, mode) for n in (4, 8) for mode in ("forward", "both")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -23,8 +24,10 @@ def test_the_products_are_those_that_the_cost_counts(size):
 
 def test_the_command_says_the_ratio(capsys, monkeypatch):
     monkeypatch.setattr(alone, "FEWEST_TURNS", 1)
-    assert main(["--seconds", "0", "--json"]) == 0
+    assert main(["--seconds", "0", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ratio"] == found["pass"] / found["products"] > 1
-    assert found["turns"] == 1 and found["machine"]
+    assert found["turns"] == 1 and found["environment"]
     multiplied(Task("tiny"))()
+    assert main(["--seconds", "0"]) == 0
+    assert re.fullmatch(r"tiny.*: forward and backward .* ms, products alone .* times\n", capsys.readouterr().out)

@@ -249,8 +249,10 @@ def test_a_document_holds_no_number_that_json_lacks(tmp_path, capsys):
     ("text", "phrase"),
     [
         (None, "cannot be read"),
-        ("{", "is no JSON document"),
-        ("[]", "is no result of a race"),
+        ("{", "is damaged: it is no JSON"),
+        ("[" * 100000, "is damaged: it is no JSON"),
+        ("[]", "expected a JSON object; got list"),
+        ("{}", "is no result of a race"),
         ('{"schema": 1, "environment": {}, "races": []}', "another version of the race .schema 1; this one reads 2"),
         ('{"schema": 2, "environment": {}, "races": [{}]}', "is damaged: a race without task"),
         (

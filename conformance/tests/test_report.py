@@ -1,5 +1,6 @@
 """The HTML page: complete, self-contained, escaped, and honest about what is missing."""
 
+import json
 import re
 import subprocess
 from html.parser import HTMLParser
@@ -295,6 +296,16 @@ def test_the_demo_goes_on_without_a_framework_and_after_a_failure(tmp_path, monk
     assert "numpy: 4.3000 bits per byte" in page and "torch wins" in page
     assert "Part of this failed: the lab: the last words" in page
     assert str(tmp_path / "demo" / "report.html") in capsys.readouterr().out
+    # With --json - nothing but the document is on standard output.
+    assert demo.main(["--out", str(tmp_path / "demo"), "--json", "-"]) == 1
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document["schema"] == 1 and document["failed"] is True and document["lab"] is None
+    assert document["training"]["validation"] == {"numpy": 4.3} and "png" not in document["training"]
+    assert document["race"]["names"] == ["numpy", "torch"] and document["report"].endswith("report.html")
+    assert "bits per byte" in said.err
+    with pytest.raises(ValueError, match="--steps must be an integer of at least 1; got 0"):
+        demo.main(["--steps", "0"])
 
 
 def test_the_demo_puts_the_labs_results_and_pictures_into_the_page(tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import backend_jax as B  # noqa: E402
 import core_numpy as C  # noqa: E402
-from backend_jax import optimizer, training  # noqa: E402
+from backend_jax import optimizer  # noqa: E402
+from backend_jax.program import traced  # noqa: E402
 
 CONFIG = C.ModelConfig(vocab=7, width=6, heads=2, hidden=5, layers=1, max_length=9, dropout=0.25)
 PLAIN = CONFIG.replace(dropout=0.0)
@@ -96,7 +97,7 @@ def test_trainers_that_differ_only_on_the_host_share_a_compiled_step():
             assert trainer.step(batch) == pytest.approx(reference.step(batch), rel=1e-4)
         assert trainer.traces == 1
     # The seed draws the dropout: it stays in the key where there is any.
-    assert training._traced(first, True) != training._traced(first.replace(seed=3), True)
+    assert traced(first, True) != traced(first.replace(seed=3), True)
 
 
 def test_saving_and_loading_changes_nothing(tmp_path, x64):

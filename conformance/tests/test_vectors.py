@@ -260,7 +260,7 @@ def broken(kind, path):
         ("no manifest", "it has no vectors.json"),
         ("other schema", "has schema 7; this version reads schema 1"),
         ("no list", "is not a manifest of vectors: KeyError"),
-        ("no JSON", "is not a manifest of vectors: JSONDecodeError"),
+        ("no JSON", "is damaged: it is no JSON"),
     ],
 )
 def test_a_broken_folder_is_said_plainly(tmp_path, capsys, kind, said):

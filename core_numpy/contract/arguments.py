@@ -1,10 +1,13 @@
-"""Command lines whose wrong arguments are said in one line, as every other error is."""
+"""Command lines whose wrong arguments, and every other error, are said in one line."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 
@@ -20,3 +23,27 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(choice[1], re.findall(r"[^\s,']+", choice[2]), 1)
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help says more\n")
+
+
+def ended(
+    work: Callable[[], int], name: str, *, debug: bool, hint: Callable[[Exception], str] = lambda error: ""
+) -> int:
+    """The exit status of a command's work; an error is a line on standard error behind `name`, with `debug` raised.
+
+    2 for an error, 3 where a package is not installed, 130 where Ctrl-C ended it, 141 where the reader of a pipe went
+    away. `hint` gives what an error's line has besides.
+    """
+    try:
+        return work()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # the outermost frame: the user gets a sentence, --debug the rest
+        if debug:
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"{name}: {text}{hint(error)}", file=sys.stderr)
+        return 3 if isinstance(error, ImportError) else 2

@@ -27,6 +27,7 @@ from .checked import Checked
 from .checks.common import came, require_int
 from .config import ModelConfig, TrainConfig
 from .digests import digests, sha256, verified
+from .json_file import parse_object
 from .shards import MODEL_SLOT, read_shards
 from .tensor_file import encode_tensors, flush_directory, temporary_name
 
@@ -235,12 +236,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path} is no whole checkpoint: it lacks {MANIFEST}")
     raw = file.read_bytes()
-    try:
-        document = json.loads(raw.decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: it is no JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{file} is damaged: it is no JSON object")
+    document = parse_object(file, raw)
     schema = document.get("schema")
     if isinstance(schema, int) and schema > SHARDED:
         raise ValueError(f"{file} has schema {schema}, this version reads up to {SHARDED}: a newer version wrote it")

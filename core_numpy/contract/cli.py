@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import __version__
-from .arguments import Parser
+from .arguments import Parser, ended
 from .checkpoints import Checkpoint, read_checkpoint
 from .checks.common import require_int
 from .config import ModelConfig
@@ -66,17 +66,7 @@ def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
         "evaluate": evaluate,
         "generate": generate,
     }
-    try:
-        return verbs[arguments.verb](backend, arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:  # the outermost frame: the user gets a sentence, --debug the rest
-        if arguments.debug:
-            raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"error: {text}", file=sys.stderr)
-        return 3 if isinstance(error, ImportError) else 2
+    return ended(lambda: verbs[arguments.verb](backend, arguments), "error", debug=arguments.debug)
 
 
 def build_parser(backend: ModuleType) -> argparse.ArgumentParser:
@@ -160,21 +150,17 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
         "--checkpoint-every",
         type=int,
         metavar="N",
-        default=CHECKPOINT_EVERY,
-        help=f"updates between checkpoints (default {CHECKPOINT_EVERY})",
+        help=f"updates between checkpoints (default {CHECKPOINT_EVERY}, or as the resumed run)",
     )
-    verb.add_argument("--evaluate-every", type=int, metavar="N", help="updates between measurements on held-out text")
+    verb.add_argument(
+        "--evaluate-every", type=int, metavar="N", help="updates between measurements on held-out text (or likewise)"
+    )
     verb.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
 
 
 def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
     """Train, or go on training; writes checkpoints, log.jsonl, validation.jsonl, loss.png and run.json."""
-    given = Settings(
-        **{
-            name: getattr(arguments, name)
-            for name in ("text", "data", "size", "steps", "batch", "length", "lr", "seed", "precision", "schedule")
-        }
-    )
+    given = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     name = backend_name(backend)
     for option, number in (
         ("checkpoint-every", arguments.checkpoint_every), ("evaluate-every", arguments.evaluate_every),
@@ -187,8 +173,7 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
         session = begin(backend, name, given, **places)
     else:
         session = resume(backend, name, given, arguments.resume, **places)
-    options = {"every": arguments.checkpoint_every, "evaluate_every": arguments.evaluate_every,
-               "as_json": arguments.json, "plain": arguments.plain}  # fmt: skip
+    options = {"as_json": arguments.json, "plain": arguments.plain}
     if getattr(session.trainer, "first", True):
         return run(session, **options)
     # One process of several speaks and writes for all of them.

@@ -63,5 +63,5 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig | None:
         return None
     try:
         return ModelConfig.from_dict(json.loads(text))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} has a config in its metadata that is no ModelConfig: {error}") from error

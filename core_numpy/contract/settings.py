@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from .checkpoints import Checkpoint
 from .config import TrainConfig
+from .json_file import read_object
 from .source import Source, open_source
 
 
@@ -18,7 +18,7 @@ from .source import Source, open_source
 class Settings:
     """What was asked for; None is "as it was" for a resumed run and "by size" for a new one.
 
-    In a `Session` all but text, data and size have a value.
+    In a `Session` all but text, data, size and evaluate_every have a value.
     """
 
     text: str | None = None
@@ -31,6 +31,8 @@ class Settings:
     seed: Any = None
     precision: Any = None
     schedule: Any = None
+    checkpoint_every: Any = None
+    evaluate_every: Any = None
 
 
 # What run.json may say: the kind of each setting, and whether there may be none.
@@ -38,6 +40,7 @@ KINDS: dict[str, tuple[Any, bool]] = {
     "text": (str, True), "data": (str, True), "size": (str, True), "steps": (int, False), "batch": (int, False),
     "length": (int, False), "lr": (int | float, False), "seed": (int, False), "precision": (str, False),
     "schedule": (str, False), "digest": (str, False), "backend": (str, False),
+    "checkpoint_every": (int, False), "evaluate_every": (int, True),
 }  # fmt: skip
 
 
@@ -76,16 +79,13 @@ def read_run(checkpoint: Checkpoint) -> dict[str, Any]:
     path = run_folder(checkpoint) / "run.json"
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: expected an object of settings")
+    found = read_object(path)
     for name, (kind, may_lack) in KINDS.items():
         value = found.get(name)
         absent = value is None and (may_lack or name not in found)
         if not absent and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise ValueError(f"{path} is damaged: {name} is {value!r}")
+        if name.endswith("_every") and value is not None and value < 1:
             raise ValueError(f"{path} is damaged: {name} is {value!r}")
     return found
 

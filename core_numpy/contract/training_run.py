@@ -123,8 +123,9 @@ def begin(
     size = given.size or "tiny"
     shape = SIZES[size]
     defaults = Settings(
-        None, None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32", shape.schedule
-    )
+        None, None, size, shape.steps, shape.batch, shape.length, shape.lr, 0, "float32", shape.schedule,
+        CHECKPOINT_EVERY,
+    )  # fmt: skip
     settings = merge(defaults, given)
     if settings.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {settings.steps}")
@@ -157,7 +158,9 @@ def resume(
     """A run that goes on where a checkpoint, of any backend, ends; with a constant rate `steps` may be another."""
     checkpoint = read_checkpoint(folder)
     stored = stored_settings(checkpoint)
-    free = {"text", "data"} | ({"steps"} if stored.schedule == "constant" else set())
+    free = {"text", "data", "checkpoint_every", "evaluate_every"} | (
+        {"steps"} if stored.schedule == "constant" else set()
+    )
     differing = [
         f"--{field.name} is {was!r} in {checkpoint.path} and not {wanted!r}"
         for field in dataclasses.fields(Settings)
@@ -167,7 +170,7 @@ def resume(
     ]
     if differing:
         raise ValueError(f"{', '.join(differing)}: a resumed run keeps what it was started with")
-    settings = merge(stored, given)
+    settings = merge(merge(Settings(checkpoint_every=CHECKPOINT_EVERY), stored), given)
     if settings.length is None:
         raise ValueError(f"{checkpoint.path} was not written by this command line: give --length")
     source = source_of(settings, checkpoint.config.vocab)
@@ -196,9 +199,10 @@ def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device:
     return flops / (settings.batch * settings.length) / measure_peak(backend, settings.precision, device)
 
 
-def run(session: Session, *, every: int, as_json: bool, plain: bool, evaluate_every: int | None = None) -> int:
+def run(session: Session, *, as_json: bool, plain: bool) -> int:
     """Update until `steps`, then evaluate and save. Ctrl-C finishes the update in hand, saves and says where: 130."""
     settings, out, trainer, steps = session.settings, session.out, session.trainer, session.settings.steps
+    every, evaluate_every = settings.checkpoint_every, settings.evaluate_every
     _make_folder(out)
     described = {**dataclasses.asdict(settings), "digest": session.source.digest, "backend": session.name}
     write_whole(out / "run.json", json.dumps(described, indent=1).encode())

@@ -27,7 +27,11 @@ class Words:
         path = None if folder is None else folder / TOKENIZER
         self._tokenizer: Any = None
         if path is not None and path.exists():
-            self._tokenizer = require_package("tokenizers").Tokenizer.from_file(str(path))
+            tokenizer = require_package("tokenizers").Tokenizer
+            try:
+                self._tokenizer = tokenizer.from_file(str(path))
+            except Exception as error:  # what `tokenizers` raises is of no type of its own
+                raise ValueError(f"{path} is damaged: {error}") from error
 
     @property
     def bytes(self) -> bool:

@@ -51,8 +51,16 @@ def check_module(config: Any, seed: Any, dtype: Any, *, model: bool) -> None:
 
 def check_no_device(device: Any) -> None:
     """NumPy computes on the CPU."""
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device must be None or 'cpu'; got {device!r}")
     if device not in (None, "cpu"):
         raise ValueError(f"device must be None or 'cpu': NumPy has no other; got {device!r}")
+
+
+def no_device(framework: str, device: Any, error: Exception) -> ValueError:
+    """What a framework says of a device that it does not have here, as one sentence about the argument."""
+    why = str(error).strip().split("\n")[0]
+    return ValueError(f"device must be one that {framework} has here, 'cpu' for one; got {str(device)!r} ({why})")
 
 
 def check_hidden(name: str, x: Any, width: int, dtype: str) -> None:

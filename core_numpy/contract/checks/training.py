@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from ..config import BlockConfig, ModelConfig, TrainConfig
 from .attention import check_key
@@ -100,6 +103,19 @@ def check_finite(step: int, names: list[str], saved: Any) -> None:
             f"{'Nothing was saved before' if saved is None else f'The last good checkpoint is {saved}'}; "
             "nonfinite='skip' leaves such steps out"
         )
+
+
+def check_loss(loss: float, params: Callable[[], Mapping[str, np.ndarray]]) -> None:
+    """Stop where an evaluation's loss is NaN or infinite: the sentence names the parameters that are."""
+    if np.isfinite(loss):
+        return
+    # As float32: bfloat16 is no type of NumPy's own.
+    names = [name for name, p in params().items() if not np.isfinite(p.astype(np.float64)).all()]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise FloatingPointError(
+        f"the loss of an evaluation must be finite; got {loss} "
+        + (f"with NaN or infinity in {shown}" if names else "though every parameter is finite: it overflows on the way")
+    )
 
 
 def check_cache(config: Any, batch: Any, capacity: Any, dtype: Any) -> int:

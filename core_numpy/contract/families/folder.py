@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..json_file import read_object
 from ..tensor_file import PICKLED, Layout, check_header, numpy_dtype, write_streams, write_whole
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -41,13 +42,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not folder.is_dir() or not path.exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG}: expected a folder with {CONFIG} and *.safetensors")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not sound JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold an object; got {type(fields).__name__}")
-    return fields
+    return read_object(path)
 
 
 def read_entries(folder: Path) -> dict[str, Stored]:
@@ -90,11 +85,10 @@ def _index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
     if not path.exists():
         return None
-    try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = {str(name): str(place) for name, place in places.items()}
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index: expected an object weight_map of names to files ({error})") from error
+    places = read_object(path).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{path} is no index: expected an object weight_map of names to files; got {places!r:.40}")
+    names = {name: str(place) for name, place in places.items()}
     # An index must not lead out of its folder.
     odd = [place for place in names.values() if Path(place).name != place or not place.endswith(".safetensors")]
     if odd:
