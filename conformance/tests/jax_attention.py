@@ -55,6 +55,11 @@ def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7, seed=0, dtype=np.float32):
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
+def arrays(**sizes):
+    """`inputs` as JAX's own arrays."""
+    return tuple(jnp.asarray(x) for x in inputs(**sizes))
+
+
 def check_agreement(x, keywords, kernel, tolerance=1e-12):
     """Output, lse, and the gradients of all that is differentiable, lse's cotangent included."""
     out, lse = core_numpy.attention_with_lse(**x, **keywords)

@@ -14,21 +14,10 @@ import jax.numpy as jnp  # noqa: E402
 import backend_jax  # noqa: E402
 import core_numpy  # noqa: E402
 from backend_jax import blocks  # noqa: E402
+from conformance.tests.inputs_attention import check_close  # noqa: E402
+from conformance.tests.jax_attention import arrays  # noqa: E402
 from conformance.tests.refusals_attention import ROWS as REFUSALS  # noqa: E402
 from conformance.tests.refusals_attention import valid  # noqa: E402
-
-
-def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7):
-    random = np.random.default_rng(0)
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, Dv))
-    return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
-
-
-def check_close(got, want, tolerance: float = 1e-6) -> None:
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-
 
 # ---------------------------------------------------------------- refusals, kernels
 
@@ -65,7 +54,7 @@ def test_a_kernel_asked_for_that_cannot_serve_says_why(kernel, more, why):
 
 
 def test_weights_come_from_the_formula_alone():
-    q, k, _ = inputs()
+    q, k, _ = arrays()
     with pytest.raises(ValueError, match="never holds the weights"):
         backend_jax.attention_weights(q, k, kernel="blockwise")
     check_close(backend_jax.attention_weights(q, k), core_numpy.attention_weights(q, k), 1e-6)
@@ -73,7 +62,7 @@ def test_weights_come_from_the_formula_alone():
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (1, None)}])
 def test_the_library_s_kernel_is_right_where_it_serves(more):
-    q, k, v = inputs(T=6, S=6, D=8, Dv=8)
+    q, k, v = arrays(T=6, S=6, D=8, Dv=8)
     check_close(backend_jax.attention(q, k, v, **more, kernel="xla"), core_numpy.attention(q, k, v, **more), 1e-6)
 
 
@@ -103,7 +92,7 @@ def test_more_weights_than_one_step_of_the_cache_mean_the_same(more, monkeypatch
     monkeypatch.setattr(blocks, "WHOLE", 8)
     monkeypatch.setattr(blocks, "KEPT_SCORES", 1)
     sys.modules["backend_jax.attention"]._run.clear_cache()
-    q, k, v = inputs()
+    q, k, v = arrays()
     bias = np.random.default_rng(1).normal(size=(4, 3, 5)).astype(np.float32)[None]
     given = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in more.items()}
 

@@ -17,25 +17,15 @@ import jax.numpy as jnp  # noqa: E402
 
 import backend_jax  # noqa: E402
 import core_numpy  # noqa: E402
+from conformance.tests.inputs_attention import check_close  # noqa: E402
+from conformance.tests.jax_attention import arrays  # noqa: E402
 
 module = importlib.import_module("backend_jax.attention")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def inputs(*, B=2, H=4, G=2, T=3, S=5, D=6, Dv=7):
-    random = np.random.default_rng(0)
-    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, Dv))
-    return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
-
-
-def check_close(got, want, tolerance: float = 1e-6) -> None:
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-
-
 def test_vmap_over_everything_is_the_batch_axis():
-    q, k, v = inputs()
+    q, k, v = arrays()
     lengths, offsets = jnp.array([2, 5]), jnp.array([1, -1])
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 3, 5)), jnp.float32)
 
@@ -49,7 +39,7 @@ def test_vmap_over_everything_is_the_batch_axis():
         bias=np.asarray(bias),
         causal=True,
     )
-    check_close(jax.vmap(one)(q, k, v, lengths, offsets, bias), want)
+    check_close(jax.vmap(one)(q, k, v, lengths, offsets, bias), want, 1e-6)
     back = jax.vmap(jax.grad(lambda *x: (one(*x) ** 2).sum(), argnums=(0, 5)))(q, k, v, lengths, offsets, bias)
     whole = jax.grad(
         lambda q, bias: (
@@ -63,16 +53,16 @@ def test_vmap_over_everything_is_the_batch_axis():
 
 
 def test_checkpoint_inside_jit_changes_no_gradient():
-    q, k, v = inputs()
+    q, k, v = arrays()
     loss = lambda q, k, v: (backend_jax.attention(q, k, v, kernel="blockwise") ** 2).sum()  # noqa: E731
     plain = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
     again = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(q, k, v)
     for a, b in zip(plain, again, strict=True):
-        check_close(a, b)
+        check_close(a, b, 1e-6)
 
 
 def test_the_formula_has_second_derivatives_and_the_blocks_say_where_to_find_them():
-    q, k, v = (x[0, 0] for x in inputs(T=2, S=2, D=2, Dv=1))
+    q, k, v = (x[0, 0] for x in arrays(T=2, S=2, D=2, Dv=1))
 
     def loss(q, kernel):
         return (backend_jax.attention(q, k, v, causal=True, kernel=kernel) ** 2).sum()
@@ -100,7 +90,7 @@ def test_available_kernels_say_which_can_be_differentiated_twice():
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_gradient_step_lowers_for_each_platform(platform):
-    q, k, v = inputs(T=700, S=700)
+    q, k, v = arrays(T=700, S=700)
 
     def loss(q, k, v, lengths):
         return backend_jax.attention(q, k, v, kv_lengths=lengths, causal=True, kernel="blockwise").sum()
@@ -112,11 +102,11 @@ def test_a_gradient_step_lowers_for_each_platform(platform):
     if platform == "cpu":
         got, want = again.call(q, k, v, jnp.array([3, 700])), step(q, k, v, jnp.array([3, 700]))
         for a, b in zip(got, want, strict=True):
-            check_close(a, b)
+            check_close(a, b, 1e-6)
 
 
 def test_float32_products_are_exact_on_every_platform_unless_the_caller_says_otherwise():
-    q, k, v = inputs()
+    q, k, v = arrays()
     text = lambda: jax.jit(partial(backend_jax.attention, causal=True, q_offset=2)).lower(q, k, v).as_text()  # noqa: E731
     assert text().count("HIGHEST") >= 2
     with jax.default_matmul_precision("bfloat16"):
@@ -124,17 +114,17 @@ def test_float32_products_are_exact_on_every_platform_unless_the_caller_says_oth
 
 
 def test_an_eager_call_is_one_compiled_one_and_a_growing_offset_compiles_once():
-    q, k, v = inputs(T=1, S=9)
+    q, k, v = arrays(T=1, S=9)
     module._run.clear_cache()
     for offset in range(9):
         got = backend_jax.attention(q, k, v, causal=True, q_offset=offset)
         want = core_numpy.attention(*map(np.asarray, (q, k, v)), causal=True, q_offset=offset)
-        check_close(got, want)
+        check_close(got, want, 1e-6)
     assert module._run._cache_size() <= 2  # 0 is static, all others one
 
 
 def test_arguments_are_never_written_to_and_numpy_arrays_are_taken():
-    q, k, v = (np.array(x) for x in inputs())
+    q, k, v = (np.array(x) for x in arrays())
     copies = [x.copy() for x in (q, k, v)]
     got = backend_jax.attention(q, k, v)
     assert isinstance(got, jax.Array)
@@ -143,7 +133,7 @@ def test_arguments_are_never_written_to_and_numpy_arrays_are_taken():
 
 
 def test_values_are_not_looked_at_under_a_trace_and_shapes_are():
-    q, k, v = inputs()
+    q, k, v = arrays()
     run = jax.jit(lambda lengths: backend_jax.attention(q, k, v, kv_lengths=lengths))
     assert run(jnp.array([3, 5])).shape == (2, 4, 3, 7)
     with pytest.raises(ValueError, match="kv_lengths"):

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mix_model import BASE, CONFIGS, config_of  # noqa: E402
+from mix_model import BASE, CONFIGS, batch_of, config_of  # noqa: E402
 
 import backend_torch as B  # noqa: E402
 import core_numpy as C  # noqa: E402
@@ -27,25 +27,6 @@ def pair_of(config, seed=3):
     C.set_params(reference, params)
     B.set_params(model, params)
     return reference, model
-
-
-def batch_of(config, *, lengths=True, segments=False, seed=1):
-    rng = np.random.default_rng(seed)
-    rows, T, S = (3, 4, 4) if config.width == 4 else (3, 7, 5)
-    shape = (rows,) if config.head == "classifier" else (rows, T)
-    classes = config.classes if config.head == "classifier" else config.vocab
-    batch = {"tokens": rng.integers(0, config.vocab, (rows, T)), "targets": rng.integers(0, classes, shape)}
-    batch["targets"].flat[::4] = -100
-    if lengths:
-        batch["lengths"] = np.array([T, 3, 1])
-    if segments:
-        batch["segments"] = np.where(np.arange(T) < 4, 0, 1) * np.ones((rows, 1), dtype=np.int64)
-        batch["segments"][1, -2:] = -1
-    if config.kind == "encoder_decoder":
-        batch["context"] = rng.integers(0, config.vocab, (rows, S))
-        if lengths:
-            batch["context_lengths"] = np.array([S, 0, 2])
-    return batch
 
 
 def call_of(batch, turn=lambda x: x):
