@@ -150,11 +150,9 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
         "--checkpoint-every",
         type=int,
         metavar="N",
-        help=f"updates between checkpoints (default {CHECKPOINT_EVERY}, or as the resumed run)",
+        help=f"updates between checkpoints (default {CHECKPOINT_EVERY}, or as before)",
     )
-    verb.add_argument(
-        "--evaluate-every", type=int, metavar="N", help="updates between measurements on held-out text (or likewise)"
-    )
+    verb.add_argument("--evaluate-every", type=int, metavar="N", help="updates between measurements on held-out text")
     verb.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
 
 
