@@ -1,7 +1,7 @@
 """Attention: the definition, evaluated in float64 and rounded once.
 
-Blocked over queries, so memory does not grow with T * S, and a window costs T * window. The pairs that take part are
-found in `pairs`; the gradients are in `gradients.attention`.
+Some heads and queries at a time, so memory does not grow with T * S, and a window costs T * window. The pairs that take
+part are found in `pairs`; the gradients are in `gradients.attention`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import numpy as np
 
 from .contract.checks.attention import check_merge
 from .contract.checks.kernels import Kernel
-from .pairs import Pairs, arrange, block_of, blocks, dropout_factor, split_heads, visible, weighted_sum
+from .pairs import Pairs, arrange, block_of, blocks, dropout_factor, parts, visible, weighted_sum
 from .rounding import rounded
 
+# Weights that a forward pass keeps for the backward pass: 32 MiB of float64. More are computed again.
+KEPT = 1 << 22
 # What NaN, inf and dead rows raise on their way is no news: their results are defined by the rules below.
 QUIET: dict[str, Any] = {"invalid": "ignore", "divide": "ignore", "over": "ignore"}
 
@@ -117,9 +119,11 @@ def attention_weights(
     plan = pairs.plan
     weights = np.zeros((*plan.batch, plan.G, plan.group, plan.T, plan.S), dtype=np.asarray(q).dtype)
     with np.errstate(**QUIET):
-        for rows, keys in blocks(pairs):
-            P, _ = softmax(scores(pairs, rows, keys), visible(pairs, rows, keys), pairs.sinks)
-            weights[..., rows, keys] = rounded(P, weights.dtype)
+        for place, part in parts(pairs):
+            here = place.of(weights)
+            for rows, keys in blocks(part):
+                P, _ = softmax(scores(part, rows, keys), visible(part, rows, keys), part.sinks)
+                here[..., rows, keys] = rounded(P, weights.dtype)
     return weights.reshape(plan.scores_shape)
 
 
@@ -157,17 +161,43 @@ def attention_with_lse(
         q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,
         dropout_rate=dropout_rate, dropout_key=dropout_key, kernel=kernel,
     )  # fmt: skip
-    plan, values = pairs.plan, split_heads(v, pairs.plan).astype(np.float64)
-    out = np.empty((*plan.batch, plan.G, plan.group, plan.T, plan.Dv), dtype=np.asarray(q).dtype)
-    lse = np.empty(out.shape[:-1], dtype=np.float64 if plan.dtype == "float64" else np.float32)
-    with np.errstate(**QUIET):
-        for rows, keys in blocks(pairs):
-            seen = visible(pairs, rows, keys)
-            P, lse[..., rows] = softmax(scores(pairs, rows, keys), seen, pairs.sinks)
-            P = P * dropout_factor(pairs, rows, keys)
-            out[..., rows, :] = rounded(weighted_sum(P, values[..., keys, :], seen), out.dtype)
+    out, lse, _ = attend(pairs)
+    plan, dtype = pairs.plan, np.asarray(q).dtype
     shape = plan.scores_shape[:-1]
-    return out.reshape(*shape, plan.Dv), lse.reshape(shape)
+    return (
+        rounded(out, dtype).reshape(*shape, plan.Dv),
+        rounded(lse, np.float64 if dtype == np.float64 else np.float32).reshape(shape),
+    )
+
+
+def attend(pairs: Pairs, *, keep: bool = False) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
+    """o and lse of a call that has values, float64 in the inner layout, where lse is a column.
+
+    keep: also the weights P, block by block, for the gradients, unless these should better compute them again.
+    """
+    plan, v = pairs.plan, pairs.v
+    assert v is not None
+    out = np.empty((*plan.batch, plan.G, plan.group, plan.T, plan.Dv))
+    lse = np.empty((*out.shape[:-1], 1))
+    weights: list[np.ndarray] | None = [] if keep and _keeps(pairs) else None
+    with np.errstate(**QUIET):
+        for place, part in parts(pairs):
+            values, out_here, lse_here = place.of(v), place.of(out), place.of(lse)
+            for rows, keys in blocks(part):
+                seen = visible(part, rows, keys)
+                P, lse_here[..., rows, :] = softmax(scores(part, rows, keys), seen, part.sinks)
+                if weights is not None:
+                    weights.append(P)
+                thinned = P if plan.dropout_rate == 0.0 else P * dropout_factor(part, rows, keys)
+                out_here[..., rows, :] = weighted_sum(thinned, values[..., keys, :], seen)
+    return out, lse, weights
+
+
+def _keeps(pairs: Pairs) -> bool:
+    """Whether the weights are few, and all that the gradients need of the scores."""
+    plan = pairs.plan
+    few = plan.H * plan.T * plan.S * int(np.prod(plan.batch)) <= KEPT
+    return few and pairs.sinks is None and plan.softcap is None
 
 
 def scores(pairs: Pairs, rows: slice, keys: slice) -> np.ndarray:
@@ -179,29 +209,30 @@ def scores(pairs: Pairs, rows: slice, keys: slice) -> np.ndarray:
 def capped(pairs: Pairs, rows: slice, keys: slice) -> np.ndarray:
     """softcap * tanh(scale * q.k / softcap), or scale * q.k without a cap."""
     plan = pairs.plan
-    s = plan.scale * (pairs.q[..., rows, :] @ pairs.k[..., keys, :].swapaxes(-1, -2))
+    s = (plan.scale * pairs.q[..., rows, :]) @ pairs.k[..., keys, :].swapaxes(-1, -2)
     return s if plan.softcap is None else plan.softcap * np.tanh(s / plan.softcap)
 
 
 def softmax(s: np.ndarray, seen: np.ndarray | None, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """P = exp(s - lse) over the seen pairs and 0 elsewhere, and lse = m + log(sum exp(s - m) + exp(sink - m)).
 
-    m is the largest score of the row, or 0 where there is none, so that nothing overflows and no row is NaN.
+    m is the largest score of the row, or 0 where there is none, so that nothing overflows and no row is NaN. P takes
+    the place of s; lse is a column.
     """
     if seen is not None:
-        s = np.where(seen, s, -np.inf)
+        np.copyto(s, -np.inf, where=~seen)
     m = s.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
         m = np.maximum(m, sinks)
     m = np.where(m == -np.inf, 0.0, m)
-    e = np.exp(s - m)
+    e = np.exp(np.subtract(s, m, out=s), out=s)
     total = e.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks - m)
-    P = e / np.where(total == 0.0, 1.0, total)
-    if seen is not None:
-        P = np.where(seen, P, 0.0)  # a NaN in the row's denominator stays with the pairs that are seen
-    return P, (m + np.log(total))[..., 0]
+    P = np.divide(e, np.where(total == 0.0, 1.0, total), out=e)
+    if seen is not None and np.isnan(total).any():
+        np.copyto(P, 0.0, where=~seen)  # a NaN in the row's denominator stays with the pairs that are seen
+    return P, m + np.log(total)
 
 
 def merge_attention(outs: Sequence[np.ndarray], lses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -228,9 +259,9 @@ def merge_attention(outs: Sequence[np.ndarray], lses: Sequence[np.ndarray]) -> t
 
 def merge_weights(lses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """exp(lse_n - lse), stacked over the parts, and lse."""
-    parts = np.stack([np.asarray(lse).astype(np.float64) for lse in lses])
-    w, lse = softmax(np.moveaxis(parts, 0, -1), None, None)
-    return np.moveaxis(w, -1, 0), lse
+    parts = np.stack([np.asarray(lse).astype(np.float64) for lse in lses], axis=-1)
+    w, lse = softmax(parts, None, None)
+    return np.moveaxis(w, -1, 0), lse[..., 0]
 
 
 def available_kernels() -> dict[str, Kernel]:

@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 
-from .attention import attention, attention_weights
+from .attention import attend, attention_weights
 from .cache import KVCache, Pair
 from .contract.checks.model import check_attention_call, check_block_call, check_feed_forward_call
 from .contract.config import BlockConfig, ModelConfig
 from .contract.parameters import attention_parameters, block_parameters, feed_forward_parameters
 from .encodings import apply_rotary
-from .layers import gelu, relu, silu
+from .layers import normal_share, relu, tanh_share
 from .modules import (
     Linear,
     Module,
@@ -48,25 +48,28 @@ from .modules import (
     split_heads,
     wide,
 )
+from .pairs import Pairs, arrange, join_heads
+from .pieces import by_element
 from .random import split
 from .rounding import rounded
+from .special import expit
 
-Activation = Callable[[np.ndarray], np.ndarray]
-ACTIVATION: dict[str, Activation] = {
-    "gelu": gelu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-    "relu": relu,
-    "silu": silu,
-    "swiglu": silu,
-    "geglu": gelu,
-    "geglu_tanh": lambda x: gelu(x, approximate="tanh"),
+# An activation is x s(x): the share s of x that it lets through.
+SHARE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "gelu": normal_share,
+    "gelu_tanh": tanh_share,
+    "relu": lambda x: x > 0.0,
+    "silu": expit,
+    "swiglu": expit,
+    "geglu": normal_share,
+    "geglu_tanh": tanh_share,
 }
 
 
 @dataclass(frozen=True)
 class Scene:
     """What a call gives besides x, checked; blocks of a model differ in `layer` alone. context is float64; memory are
-    its keys and values for each layer, where they are there already."""
+    its keys and values for each layer, where they are there already; keep: a backward pass will follow."""
 
     past: int = 0
     mask: np.ndarray | None = None
@@ -80,6 +83,7 @@ class Scene:
     context_lengths: np.ndarray | None = None
     memory: list[Pair] | None = None
     maps: list[np.ndarray] | None = None
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,9 @@ class AttentionKept:
     x: np.ndarray
     source: np.ndarray
     raw: tuple[np.ndarray, np.ndarray]
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
     rotary: tuple[np.ndarray, np.ndarray] | None
-    arguments: dict[str, Any]
+    pairs: Pairs
+    weights: list[np.ndarray] | None
     merged: np.ndarray
 
 
@@ -168,10 +170,12 @@ class MultiHeadAttention(Module):
             k, v, first = scene.cache.write(scene.layer, k, v)
         arguments = self._arguments(scene, key, cross, first)
         if scene.maps is not None and not cross:
-            weights = attention_weights(q, k, **arguments)
-            scene.maps.append(np.pad(weights, ((0, 0), (0, 0), (0, 0), (first, 0))))
-        merged = merge_heads(attention(q, k, v, **arguments))
-        return self.output.run(merged), AttentionKept(x, source, (raw_q, raw_k), q, k, v, rotary, arguments, merged)
+            shown = attention_weights(q, k, **arguments)
+            scene.maps.append(np.pad(shown, ((0, 0), (0, 0), (0, 0), (first, 0))))
+        pairs = arrange(q, k, v, **arguments)
+        out, _, weights = attend(pairs, keep=scene.keep)
+        merged = merge_heads(join_heads(out))
+        return self.output.run(merged), AttentionKept(x, source, (raw_q, raw_k), rotary, pairs, weights, merged)
 
     def keys_and_values(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(B, S, W) float64 -> the keys before and after their norm (B, G, S, D), and the values (B, G, S, Dv)."""
@@ -228,15 +232,27 @@ class FeedForward(Module):
         return rounded(dropped(self.run(wide(x))[0], self.config.dropout, dropout_key), x.dtype)
 
     def run(self, x: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """x (B, T, W) float64 -> y before dropout, and (x, up, gate or nothing, what goes down)."""
+        """x (B, T, W) float64 -> y before dropout, and (x, up, gate or nothing, share, what goes down)."""
         up = self.up.run(x)
-        act = ACTIVATION[self.config.activation]
         if self.gate is None:
-            middle = act(up)
-            return self.down.run(middle), (x, up, middle)
+            middle, share = self._activated(up)
+            return self.down.run(middle), (x, up, share, middle)
         gate = self.gate.run(x)
-        middle = act(gate) * up
-        return self.down.run(middle), (x, up, gate, middle)
+        middle, share = self._activated(gate)
+        middle *= up
+        return self.down.run(middle), (x, up, gate, share, middle)
+
+    def _activated(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The activation x s, and s."""
+        share = SHARE[self.config.activation]
+        if self.config.activation == "relu":
+            return relu(x), share(x)  # inf times the share 0 would be NaN
+
+        def both(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            s = share(x)
+            return x * s, s
+
+        return by_element(both, x)
 
 
 @dataclass(frozen=True)
@@ -323,8 +339,8 @@ class Block(Module):
         ]
         if self.cross is not None:
             cross = self.cross
-            attend = lambda h: cross.run(h, scene, keys[3], cross=True)  # noqa: E731 (the branches side by side)
-            branches.append(("cross", attend, keys[4], self.norm3, None))
+            look = lambda h: cross.run(h, scene, keys[3], cross=True)  # noqa: E731 (the branches side by side)
+            branches.append(("cross", look, keys[4], self.norm3, None))
         branches.append(("ffn", self.ffn.run, keys[2], self.norm2 or self.norm1, self.norm2_post))
         place, kept, start = self.config.norm_place, {}, x
         for name, f, drop_key, norm, post in branches:

@@ -34,6 +34,7 @@ from .contract.checks.layers import (
     check_rms_norm,
     check_softmax,
 )
+from .pieces import by_element, by_row
 from .random import uniform
 from .rounding import rounded
 from .special import expit, ndtr
@@ -69,14 +70,15 @@ def layer_norm(x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None
     eps that is not above 0. Rules: layers-3, layers-4, layers-5. Source: Ba, Kiros, Hinton 2016.
     """
     eps = check_layer_norm(x, weight, bias, eps)
-    wide = np.asarray(x, dtype=np.float64)
-    centred = wide - np.mean(wide, axis=-1, keepdims=True)
-    y = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    if weight is not None:
-        y = y * np.asarray(weight, dtype=np.float64)
-    if bias is not None:
-        y = y + np.asarray(bias, dtype=np.float64)
-    return rounded(y, x.dtype)
+    w, b = (None if p is None else np.asarray(p, dtype=np.float64) for p in (weight, bias))
+
+    def normal(x: np.ndarray) -> np.ndarray:
+        centred = x - np.mean(x, axis=-1, keepdims=True)
+        y = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+        y = y if w is None else y * w
+        return y if b is None else y + b
+
+    return rounded(by_row(normal, np.asarray(x, dtype=np.float64)), x.dtype)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray | None, *, eps: float, unit_offset: bool = False) -> np.ndarray:
@@ -88,11 +90,12 @@ def rms_norm(x: np.ndarray, weight: np.ndarray | None, *, eps: float, unit_offse
     is not above 0. Rules: layers-4, layers-5, layers-6. Source: Zhang and Sennrich 2019.
     """
     eps = check_rms_norm(x, weight, eps, unit_offset)
-    wide = np.asarray(x, dtype=np.float64)
-    y = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if weight is not None:
-        y = y * (np.asarray(weight, dtype=np.float64) + (1.0 if unit_offset else 0.0))
-    return rounded(y, x.dtype)
+    gain = 1.0 if weight is None else np.asarray(weight, dtype=np.float64) + (1.0 if unit_offset else 0.0)
+
+    def normal(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+
+    return rounded(by_row(normal, np.asarray(x, dtype=np.float64)), x.dtype)
 
 
 def gelu(x: np.ndarray, *, approximate: str = "none") -> np.ndarray:
@@ -104,12 +107,20 @@ def gelu(x: np.ndarray, *, approximate: str = "none") -> np.ndarray:
     x: any shape and floating dtype; y likewise. Rules: layers-7. Source: Hendrycks and Gimpel 2016.
     """
     check_gelu(x, approximate)
-    wide = np.asarray(x, dtype=np.float64)
-    if approximate == "none":
-        return rounded(wide * ndtr(wide), x.dtype)
+    share = normal_share if approximate == "none" else tanh_share
+    return rounded(by_element(lambda x: x * share(x), np.asarray(x, dtype=np.float64)), x.dtype)
+
+
+def normal_share(x: np.ndarray) -> np.ndarray:
+    """The share of x that gelu lets through: Phi(x)."""
+    return ndtr(x)
+
+
+def tanh_share(x: np.ndarray) -> np.ndarray:
+    """Its approximation: (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     with np.errstate(over="ignore"):
-        inner = TANH_SCALE * (wide + TANH_CUBIC * (wide * wide * wide))
-    return rounded(0.5 * wide * (1.0 + np.tanh(inner)), x.dtype)
+        inner = TANH_SCALE * (x + TANH_CUBIC * (x * x * x))
+    return 0.5 * (1.0 + np.tanh(inner))
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -118,8 +129,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     x: any shape and floating dtype; y likewise. Source: Hendrycks and Gimpel 2016.
     """
     check_activation(x)
-    wide = np.asarray(x, dtype=np.float64)
-    return rounded(wide * expit(wide), x.dtype)
+    return rounded(by_element(lambda x: x * expit(x), np.asarray(x, dtype=np.float64)), x.dtype)
 
 
 def relu(x: np.ndarray) -> np.ndarray:
@@ -178,16 +188,28 @@ def loss_sum(
     logits: np.ndarray, targets: np.ndarray, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> tuple[float, int]:
     """The sum of the counted losses, and how many there are: what accumulation adds up."""
+    z, target = counted_rows(logits, targets, ignore_index)
+
+    def loss(z: np.ndarray, target: np.ndarray) -> np.ndarray:
+        lse = log_sum_exp(z)
+        loss = lse - (1.0 - label_smoothing) * np.take_along_axis(z, target, axis=-1)
+        if label_smoothing:
+            loss = loss - label_smoothing * np.mean(z, axis=-1, keepdims=True)
+        return loss + z_loss * lse * lse
+
+    return float(np.sum(by_row(loss, z, target))), len(z)
+
+
+def counted_rows(logits: np.ndarray, targets: np.ndarray, ignore_index: int) -> tuple[np.ndarray, np.ndarray]:
+    """The logits (n, V), float64, and the targets (n, 1) that are counted."""
     counted = np.asarray(targets) != ignore_index
-    z = np.asarray(logits[counted], dtype=np.float64)
-    lse = log_sum_exp(z)
-    loss = lse - (1.0 - label_smoothing) * np.take_along_axis(z, targets[counted][:, None], axis=-1)[:, 0]
-    if label_smoothing:
-        loss = loss - label_smoothing * np.mean(z, axis=-1)
-    return float(np.sum(loss + z_loss * lse * lse)), int(np.count_nonzero(counted))
+    z, target = logits.reshape(-1, logits.shape[-1]), np.asarray(targets).reshape(-1, 1)
+    if not counted.all():
+        z, target = z[counted.reshape(-1)], target[counted.reshape(-1)]
+    return np.asarray(z, dtype=np.float64), target
 
 
 def log_sum_exp(z: np.ndarray) -> np.ndarray:
-    """log sum exp over the last axis of float64 with a finite largest entry."""
+    """log sum exp over the last axis, which stays with size 1, of float64 with a finite largest entry."""
     top = np.max(z, axis=-1, keepdims=True)
-    return np.log(np.sum(np.exp(z - top), axis=-1)) + top[..., 0]
+    return np.log(np.sum(np.exp(z - top), axis=-1, keepdims=True)) + top

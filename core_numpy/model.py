@@ -244,7 +244,7 @@ class Transformer(Module):
         scene = Scene(
             past, mask, self._bias(T, past), kv_lengths, segments, own_rotary(self.config, places, T, past), cache,
             context=None if isinstance(memory, list) else memory, context_lengths=context_lengths,
-            memory=memory if isinstance(memory, list) else None, maps=maps,
+            memory=memory if isinstance(memory, list) else None, maps=maps, keep=keep,
         )  # fmt: skip
         embedded, h = self._embed(tokens, places, dropout_key)
         inputs, blocks = [], []

@@ -54,7 +54,9 @@ class Linear:
     def run(self, x: np.ndarray) -> np.ndarray:
         # One product of matrices: NumPy would multiply a (B, T, in) array row of the batch by row.
         y = (x.reshape(-1, x.shape[-1]) @ wide(self.weight)).reshape(*x.shape[:-1], self.weight.shape[1])
-        return y if self.bias is None else y + wide(self.bias)
+        if self.bias is not None:
+            y += wide(self.bias)
+        return y
 
 
 class Table:

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def rounded(x: Any, dtype: Any) -> np.ndarray:
-    """`x` (float64) in `dtype`, rounded once, to nearest with ties to even.
+    """`x` (float64) in `dtype`, rounded once, to nearest with ties to even; x itself where that is float64.
 
     NumPy casts float64 to float16, float32 directly, but ml_dtypes casts to bfloat16 by way of float32, which
     rounds twice: 1 + 2⁻⁸ + 2⁻⁴⁰ would become 1, not 1 + 2⁻⁷. Rounding to odd on the way to float32 (a
@@ -16,6 +16,8 @@ def rounded(x: Any, dtype: Any) -> np.ndarray:
     Source: Boldo and Melquiond, "When double rounding is odd", 2005.
     """
     dtype = np.dtype(dtype)
+    if dtype == np.float64:
+        return np.asarray(x, dtype)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if dtype.name != "bfloat16":
             return np.asarray(x).astype(dtype)

@@ -46,6 +46,7 @@ from .contract.tensor_file import numpy_dtype
 from .gradients.layers import loss_sum_gradient
 from .gradients.model import model_backward
 from .layers import loss_sum
+from .memory import keep_freed_memory
 from .model import Transformer, get_params, set_params
 from .optimizer import clip, global_norm, initial_state, update
 from .random import fold_in, key
@@ -95,6 +96,7 @@ def _sums(
     remat: bool = False,
 ) -> tuple[float, int, dict[str, np.ndarray]]:
     """The sum of the counted losses, their number, and the sum's gradients in float64."""
+    keep_freed_memory()
     options = (IGNORED, label_smoothing, z_loss)
     call: dict[str, Any] = {CALL[name]: x for name, x in batch.items() if name in CALL}
     # NaN and infinity are found at the end, by name.

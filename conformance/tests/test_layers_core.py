@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from core_numpy import cross_entropy, dropout, gelu, gradients, layer_norm, relu, rms_norm, silu, softmax
+from core_numpy import cross_entropy, dropout, gelu, gradients, layer_norm, pieces, relu, rms_norm, silu, softmax
 from core_numpy.random import key, uniform
 
 RNG = np.random.default_rng(7)
@@ -218,6 +218,40 @@ def test_cross_entropy_gradients_match_differences(smoothing, z_loss):
 def test_linear_gradients_match_differences():
     weight, bias = RNG.standard_normal((5, 4)), RNG.standard_normal(4)
     check(lambda x, weight, bias: x @ weight + bias, gradients.linear_vjp, x=X, weight=weight, bias=bias)
+
+
+LOSS = {"label_smoothing": 0.1, "z_loss": 0.2}
+
+
+@pytest.mark.parametrize("piece", [1, 7, 15])
+@pytest.mark.parametrize("targets", [np.array([[4, 0, 2], [1, 1, 3]]), np.array([[4, -100, 2], [1, -100, 3]])])
+def test_a_formula_is_the_same_a_piece_at_a_time(piece, targets, monkeypatch):
+    sizes = []
+
+    def results():
+        grad = np.cos(X)
+        yield from (gelu(X), gelu(X, approximate="tanh"), silu(X), layer_norm(X, WEIGHT, BIAS, eps=1e-5))
+        yield from (rms_norm(X, WEIGHT, eps=1e-5), cross_entropy(X, targets, **LOSS))
+        for found in (
+            gradients.gelu_vjp(grad, X), gradients.gelu_vjp(grad, X, approximate="tanh"), gradients.silu_vjp(grad, X),
+            gradients.layer_norm_vjp(grad, X, WEIGHT, BIAS, eps=1e-5), gradients.rms_norm_vjp(grad, X, WEIGHT, eps=0.1),
+            gradients.cross_entropy_vjp(1.0, X, targets, **LOSS),
+        ):  # fmt: skip
+            yield from found.values()
+        yield from pieces.by_element(lambda x: (sizes.append(x.size), (x, 2.0 * x))[1], X)
+
+    whole = list(results())
+    monkeypatch.setattr(pieces, "PIECE", piece)
+    for got, want in zip(results(), whole, strict=True):
+        assert np.shape(got) == np.shape(want)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-15)
+    assert sizes[0] == X.size and max(sizes[1:]) == piece and sum(sizes[1:]) == X.size
+
+
+def test_pieces_of_nothing_have_its_shape():
+    nothing = np.zeros((2, 0, 5))
+    assert gelu(nothing).shape == layer_norm(nothing, WEIGHT, None, eps=1e-5).shape == nothing.shape
+    assert gradients.rms_norm_vjp(nothing, nothing, WEIGHT, eps=1e-5)["weight"].tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ SEEN_BY: dict[str, tuple[str, ...]] = {
     "gradients/encodings.py": _BY_NAME["encodings"],
     "layers.py": _BY_NAME["layers"],
     "special.py": _BY_NAME["layers"],
+    "pieces.py": _BY_NAME["layers"],
     "gradients/layers.py": _BY_NAME["layers"],
     "rounding.py": (*_BY_NAME["layers"], *_BY_NAME["attention"]),
     "random.py": (*_BY_NAME["random"], "dropout"),

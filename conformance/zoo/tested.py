@@ -34,6 +34,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
 _AS = {
     "pairs.py": "attention.py", "gradients/attention.py": "attention.py", "frequencies.py": "encodings.py",
     "rotary_pairs.py": "encodings.py", "gradients/encodings.py": "encodings.py", "special.py": "layers.py",
+    "pieces.py": "layers.py",
     "gradients/layers.py": "layers.py", "rounding.py": "layers.py", "block.py": "model.py", "modules.py": "model.py",
     "gradients/block.py": "model.py", "gradients/model.py": "model.py", "optimizer.py": "training.py",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The gradients of attention, derived by hand and evaluated in float64, blocked over queries as the forward pass is.
+"""The gradients of attention, derived by hand and evaluated in float64, in the parts and blocks of the forward pass.
 
 With s the scores after the soft cap c and the bias, R_ij = kept_ij / (1 - rate), o_i = sum_j R_ij P_ij v_j:
 
@@ -16,15 +16,15 @@ All sums run over the visible pairs only, so a masked pair gives exactly 0 whate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..attention import QUIET, capped, merge_weights, softmax
+from ..attention import QUIET, capped, merge_weights, scores, softmax
 from ..contract.checks.attention import check_merge
 from ..contract.checks.common import require_float, require_shape
-from ..pairs import Pairs, arrange, block_of, blocks, dropout_factor, split_heads, visible, weighted_sum
+from ..pairs import Pairs, arrange, block_of, blocks, dropout_factor, parts, split_heads, visible, weighted_sum
 from ..rounding import rounded
 
 
@@ -219,56 +219,102 @@ def _cotangent(name: str, x: Any, shape: tuple[int, ...], pairs: Pairs) -> np.nd
     require_float(name, x)
     require_shape(name, x, shape, "(that of the result)")
     column = len(shape) < len(pairs.plan.scores_shape)
-    return split_heads(np.asarray(x)[..., None] if column else x, pairs.plan).astype(np.float64)
+    return split_heads(np.asarray(x)[..., None] if column else x, pairs.plan, np.float64)
 
 
-def _gradients(
+def _gradients(pairs: Pairs, arguments: dict[str, Any], **cotangents: Any) -> dict[str, np.ndarray]:
+    """The gradients under the arguments' names, each with the shape and dtype of its argument."""
+    given = {name: np.asarray(x) for name, x in arguments.items() if x is not None}
+    found = gradients(pairs, **cotangents)
+    return {name: rounded(found[name], x.dtype).reshape(x.shape) for name, x in given.items()}
+
+
+def gradients(
     pairs: Pairs,
-    arguments: dict[str, Any],
     *,
     out: np.ndarray | None = None,
     lse: np.ndarray | None = None,
     weights: np.ndarray | None = None,
+    kept: list[np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The formulas at the top of this file, block by block, for the cotangents `out`, `lse` and `weights`."""
+    """The formulas at the top of this file, block by block, for the cotangents `out`, `lse` and `weights`.
+
+    All in the inner layout and in float64. kept: what `attend` kept, if it did.
+    """
     plan = pairs.plan
-    given = {name: np.asarray(x) for name, x in arguments.items() if x is not None}
-    v = split_heads(given["v"], plan).astype(np.float64) if "v" in given else None
-    # One slice per key/value head and group member; the group is summed at the end.
-    lead = (*plan.batch, plan.G, plan.group)
-    dq, dk = np.zeros((*lead, plan.T, plan.D)), np.zeros((*lead[:-1], 1, plan.S, plan.D))
-    dv = np.zeros((*lead[:-1], 1, plan.S, plan.Dv))
-    dbias = None if pairs.bias is None else np.zeros(pairs.bias.shape)
-    dsinks = np.zeros((plan.G, plan.group))
+    found = {"q": np.zeros((*plan.batch, plan.G, plan.group, plan.T, plan.D)), "k": np.zeros(pairs.k.shape)}
+    for name, x in (("v", pairs.v), ("bias", pairs.bias), ("sinks", pairs.sinks)):
+        if x is not None:
+            found[name] = np.zeros(x.shape)
+    made = iter(kept) if kept is not None else None
     with np.errstate(**QUIET):
-        for rows, keys in blocks(pairs):
-            q, k = pairs.q[..., rows, :], pairs.k[..., keys, :]
-            seen = visible(pairs, rows, keys)
-            seen_by = None if seen is None else seen.swapaxes(-1, -2)
-            x = capped(pairs, rows, keys)
-            s = x if pairs.bias is None else x + block_of(pairs.bias, rows, keys).astype(np.float64)
-            P, log_sum = softmax(s, seen, pairs.sinks)
-            dP = np.zeros(P.shape)
-            if out is not None and v is not None:
-                do, R = out[..., rows, :], dropout_factor(pairs, rows, keys)
-                dv[..., keys, :] += weighted_sum((P * R).swapaxes(-1, -2), do, seen_by).sum(axis=-3, keepdims=True)
-                dP = R * (do @ v[..., keys, :].swapaxes(-1, -2))
-            if weights is not None:
-                dP = weights[..., rows, keys]
-            shift = lse[..., rows, :] if lse is not None else 0.0
-            shift = shift - _seen(P * dP, seen).sum(axis=-1, keepdims=True)
-            ds = _seen(P * (dP + shift), seen)
-            if pairs.sinks is not None:
-                P_sink = np.where(pairs.sinks == -np.inf, 0.0, np.exp(pairs.sinks - log_sum[..., None]))
-                dsinks += _sum_to(P_sink * shift, (plan.G, plan.group, 1, 1))[..., 0, 0]
-            if dbias is not None:
-                part = block_of(dbias, rows, keys)
-                part += _sum_to(ds, part.shape)
-            dx = ds if plan.softcap is None else _seen(ds * (1.0 - (x / plan.softcap) ** 2), seen)
-            dq[..., rows, :] = plan.scale * weighted_sum(dx, k, seen)
-            dk[..., keys, :] += plan.scale * weighted_sum(dx.swapaxes(-1, -2), q, seen_by).sum(axis=-3, keepdims=True)
-    found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}
-    return {name: rounded(found[name], x.dtype).reshape(x.shape) for name, x in given.items()}
+        for place, part in parts(pairs):
+            here = {name: place.of(x) for name, x in found.items()}
+            do, dlse, dweights = (x if x is None else place.of(x) for x in (out, lse, weights))
+            for rows, keys in blocks(part):
+                _add_block(part, rows, keys, here, do, dlse, dweights, made)
+    return found
+
+
+def _add_block(
+    part: Pairs,
+    rows: slice,
+    keys: slice,
+    found: dict[str, np.ndarray],
+    do: np.ndarray | None,
+    dlse: np.ndarray | None,
+    dweights: np.ndarray | None,
+    made: Iterator[np.ndarray] | None,
+) -> None:
+    """Add what one block has to say to the gradients of its part."""
+    plan, q, k = part.plan, part.q[..., rows, :], part.k[..., keys, :]
+    seen = visible(part, rows, keys)
+    seen_by = None if seen is None else seen.swapaxes(-1, -2)
+    if made is None:
+        P, log_sum = softmax(scores(part, rows, keys), seen, part.sinks)
+    else:
+        P = next(made)
+    if do is not None and part.v is not None:
+        do, v = do[..., rows, :], part.v[..., keys, :]
+        dP = do @ v.swapaxes(-1, -2)
+        thinned = P
+        if plan.dropout_rate > 0.0:
+            R = dropout_factor(part, rows, keys)
+            thinned, dP = P * R, R * dP
+        found["v"][..., keys, :] += _over_group(weighted_sum(thinned.swapaxes(-1, -2), do, seen_by))
+    else:
+        assert dweights is not None
+        dP = dweights[..., rows, keys].copy()
+    mean = _mean(P, dP, seen)
+    shift = -mean if dlse is None else dlse[..., rows, :] - mean
+    ds = np.multiply(P, np.add(dP, shift, out=dP), out=dP)
+    if seen is not None and not np.isfinite(shift).all():
+        np.copyto(ds, 0.0, where=~seen)
+    if part.sinks is not None:
+        P_sink = np.where(part.sinks == -np.inf, 0.0, np.exp(part.sinks - log_sum))
+        found["sinks"] += _sum_to(P_sink * shift, part.sinks.shape)
+    if part.bias is not None:
+        dbias = block_of(found["bias"], rows, keys)
+        dbias += _sum_to(ds, dbias.shape)
+    dx = ds
+    if plan.softcap is not None:
+        dx = _seen(ds * (1.0 - (capped(part, rows, keys) / plan.softcap) ** 2), seen)
+    found["q"][..., rows, :] = plan.scale * weighted_sum(dx, k, seen)
+    found["k"][..., keys, :] += plan.scale * _over_group(weighted_sum(dx.swapaxes(-1, -2), q, seen_by))
+
+
+def _mean(P: np.ndarray, dP: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
+    """sum_j P_ij dP_ij over the pairs that are seen, a column; where a pair that is not holds NaN or inf, dP gets 0."""
+    mean = np.einsum("...ij,...ij->...i", P, dP)[..., None]
+    if seen is None or np.isfinite(mean).all():
+        return mean
+    np.copyto(dP, 0.0, where=~seen)
+    return np.einsum("...ij,...ij->...i", P, dP)[..., None]
+
+
+def _over_group(x: np.ndarray) -> np.ndarray:
+    """The sum over the query heads that share a key/value head."""
+    return x.sum(axis=-3, keepdims=True)
 
 
 def _seen(x: np.ndarray, seen: np.ndarray | None) -> np.ndarray:

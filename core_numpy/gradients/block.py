@@ -7,27 +7,32 @@ and those of the parameters by their names in the module. Where x feeds several 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..block import ACTIVATION, AttentionKept, Block, BranchKept, FeedForward, MultiHeadAttention
+from ..block import AttentionKept, Block, BranchKept, FeedForward, MultiHeadAttention
 from ..contract.checks.common import require_float, require_shape
 from ..encodings import apply_rotary
 from ..modules import Linear, Norm, dropped, merge_heads, split_heads, wide
+from ..pairs import join_heads
+from ..pairs import split_heads as split_groups
+from ..pieces import by_element
 from ..rounding import rounded
-from .attention import attention_vjp
-from .layers import gelu_vjp, layer_norm_vjp, linear_vjp, relu_vjp, rms_norm_vjp, silu_vjp
+from .attention import gradients
+from .layers import layer_norm_vjp, linear_vjp, normal_slope, rms_norm_vjp, silu_slope, tanh_slope
 
 Gradients = dict[str, np.ndarray]
-ACTIVATION_VJP: dict[str, Callable[..., Gradients]] = {
-    "gelu": gelu_vjp,
-    "gelu_tanh": lambda grad, x: gelu_vjp(grad, x, approximate="tanh"),
-    "relu": relu_vjp,
-    "silu": silu_vjp,
-    "swiglu": silu_vjp,
-    "geglu": gelu_vjp,
-    "geglu_tanh": lambda grad, x: gelu_vjp(grad, x, approximate="tanh"),
+# dy/dx of the activation y = x s, from x and s.
+SLOPE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "gelu": normal_slope,
+    "gelu_tanh": tanh_slope,
+    "relu": lambda x, s: s,
+    "silu": silu_slope,
+    "swiglu": silu_slope,
+    "geglu": normal_slope,
+    "geglu_tanh": tanh_slope,
 }
 
 
@@ -51,7 +56,7 @@ def block_vjp(grad_out: np.ndarray, block: Block, x: np.ndarray, **given: Any) -
     scene = block.scene(x, **arguments)
     require_float("grad_out", grad_out)
     require_shape("grad_out", grad_out, x.shape, "(that of x)")
-    _, kept = block.run(wide(x), scene, arguments["dropout_key"])
+    _, kept = block.run(wide(x), replace(scene, keep=True), arguments["dropout_key"])
     dx, outer, grads = block_backward(block, wide(grad_out), kept)
     own = block.parameters()
     found = {name: rounded(grads[name], p.dtype) for name, p in own.items()}
@@ -118,11 +123,13 @@ def attention_backward(
 ) -> tuple[np.ndarray, Gradients, Gradients]:
     """Of `MultiHeadAttention.run`: dx, "context" and "bias" where there are any, and the parameters."""
     grads: Gradients = {}
-    heads = split_heads(_linear(module.output, "output", grad, kept.merged, grads), module.config.heads)
-    inner = attention_vjp(heads, kept.q, kept.k, kept.v, **kept.arguments)
-    if "sinks" in inner:
-        grads["sinks"] = inner["sinks"]
-    dq, dk = inner["q"], inner["k"]
+    plan = kept.pairs.plan
+    heads = split_heads(_linear(module.output, "output", grad, kept.merged, grads), plan.H)
+    found = gradients(kept.pairs, out=split_groups(heads, plan), kept=kept.weights)
+    if "sinks" in found:
+        grads["sinks"] = found.pop("sinks").reshape(plan.H)
+    outer = {name: join_heads(x) for name, x in found.items()}
+    dq, dk, dv = (outer.pop(name) for name in ("q", "k", "v"))
     if kept.rotary is not None:
         cos, sin = kept.rotary
         # Transposed, a rotation turns by the opposite angle.
@@ -132,8 +139,7 @@ def attention_backward(
         dk = _norm(module.key_norm, "key_norm", dk, kept.raw[1], grads)
     dx = _linear(module.query, "query", merge_heads(dq), kept.x, grads)
     dsource = _linear(module.key, "key", merge_heads(dk), kept.source, grads)
-    dsource = dsource + _linear(module.value, "value", merge_heads(inner["v"]), kept.source, grads)
-    outer = {"bias": inner["bias"]} if "bias" in inner else {}
+    dsource = dsource + _linear(module.value, "value", merge_heads(dv), kept.source, grads)
     if kept.source is kept.x:
         return dx + dsource, outer, grads
     return dx, {**outer, "context": dsource}, grads
@@ -144,14 +150,15 @@ def feed_forward_backward(
 ) -> tuple[np.ndarray, Gradients]:
     """Of `FeedForward.run`: dx and the parameters."""
     grads: Gradients = {}
-    act_vjp = ACTIVATION_VJP[module.config.activation]
-    x, up, *gates, middle = kept
+    x, up, *gates, share, middle = kept
+    slope = SLOPE[module.config.activation]
     dmiddle = _linear(module.down, "down", grad, middle, grads)
     if module.gate is None:
-        return _linear(module.up, "up", act_vjp(dmiddle, up)["x"], x, grads), grads
+        dup = by_element(lambda x, s, dy: dy * slope(x, s), up, share, dmiddle)
+        return _linear(module.up, "up", dup, x, grads), grads
     gate = gates[0]
-    dgate = act_vjp(dmiddle * up, gate)["x"]
-    dx = _linear(module.up, "up", dmiddle * ACTIVATION[module.config.activation](gate), x, grads)
+    dgate = by_element(lambda x, s, dy, up: dy * up * slope(x, s), gate, share, dmiddle, up)
+    dx = _linear(module.up, "up", by_element(lambda x, s, dy: dy * x * s, gate, share, dmiddle), x, grads)
     return dx + _linear(module.gate, "gate", dgate, x, grads), grads
 
 

@@ -19,9 +19,10 @@ from ..contract.checks.layers import (
     check_rms_norm,
     check_softmax,
 )
-from ..layers import TANH_CUBIC, TANH_SCALE, drop, log_sum_exp, softmax
+from ..layers import TANH_CUBIC, TANH_SCALE, counted_rows, drop, log_sum_exp, normal_share, softmax, tanh_share
+from ..pieces import by_element, by_row
 from ..rounding import rounded
-from ..special import expit, ndtr
+from ..special import expit
 
 Gradients = dict[str, np.ndarray]
 
@@ -42,17 +43,20 @@ def layer_norm_vjp(
     dx = r (g - mean(g) - n mean(g n)),   dweight = sum dy n,   dbias = sum dy
     """
     eps = check_layer_norm(x, weight, bias, eps)
-    wide, grad = _wide(x), _wide(grad_out)
-    centred = wide - np.mean(wide, axis=-1, keepdims=True)
-    r = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    normal = centred * r
-    g = grad if weight is None else grad * _wide(weight)
-    dx = r * (g - np.mean(g, axis=-1, keepdims=True) - normal * np.mean(g * normal, axis=-1, keepdims=True))
+    w, dy = 1.0 if weight is None else _wide(weight), _wide(grad_out)
+
+    def backward(x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        centred = x - np.mean(x, axis=-1, keepdims=True)
+        r = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+        n, g = centred * r, dy * w
+        return r * (g - np.mean(g, axis=-1, keepdims=True) - n * np.mean(g * n, axis=-1, keepdims=True)), n
+
+    dx, n = by_row(backward, _wide(x), dy)
     grads = {"x": rounded(dx, x.dtype)}
     if weight is not None:
-        grads["weight"] = rounded(_over_rows(grad * normal), weight.dtype)
+        grads["weight"] = rounded(_over_rows(dy, n), weight.dtype)
     if bias is not None:
-        grads["bias"] = rounded(_over_rows(grad), bias.dtype)
+        grads["bias"] = rounded(_over_rows(dy), bias.dtype)
     return grads
 
 
@@ -64,38 +68,34 @@ def rms_norm_vjp(
     dx = r (g - n mean(g n)),   dweight = sum dy n
     """
     eps = check_rms_norm(x, weight, eps, unit_offset)
-    wide, grad = _wide(x), _wide(grad_out)
-    r = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    normal = wide * r
-    g = grad if weight is None else grad * (_wide(weight) + (1.0 if unit_offset else 0.0))
-    grads = {"x": rounded(r * (g - normal * np.mean(g * normal, axis=-1, keepdims=True)), x.dtype)}
+    w = 1.0 if weight is None else _wide(weight) + (1.0 if unit_offset else 0.0)
+    dy = _wide(grad_out)
+
+    def backward(x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        r = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+        n, g = x * r, dy * w
+        return r * (g - n * np.mean(g * n, axis=-1, keepdims=True)), n
+
+    dx, n = by_row(backward, _wide(x), dy)
+    grads = {"x": rounded(dx, x.dtype)}
     if weight is not None:
-        grads["weight"] = rounded(_over_rows(grad * normal), weight.dtype)
+        grads["weight"] = rounded(_over_rows(dy, n), weight.dtype)
     return grads
 
 
 def gelu_vjp(grad_out: np.ndarray, x: np.ndarray, *, approximate: str = "none") -> Gradients:
-    """ "none": dx = dy (Phi(x) + x phi(x)). "tanh", with t = tanh(u), u = sqrt(2 / pi) (x + 0.044715 x^3):
-
-    dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2)
-    """
+    """dx = dy (s + x s'), where y = x s: `normal_slope`, `tanh_slope`."""
     check_gelu(x, approximate)
-    wide = _wide(x)
-    if approximate == "none":
-        density = np.exp(-0.5 * wide * wide) / math.sqrt(2.0 * math.pi)
-        return {"x": rounded(_wide(grad_out) * (ndtr(wide) + wide * density), x.dtype)}
-    square = wide * wide
-    t = np.tanh(TANH_SCALE * wide * (1.0 + TANH_CUBIC * square))
-    slope = TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * square)
-    return {"x": rounded(_wide(grad_out) * 0.5 * (1.0 + t + wide * (1.0 - t * t) * slope), x.dtype)}
+    share, slope = (normal_share, normal_slope) if approximate == "none" else (tanh_share, tanh_slope)
+    dx = by_element(lambda x, dy: dy * slope(x, share(x)), _wide(x), _wide(grad_out))
+    return {"x": rounded(dx, x.dtype)}
 
 
 def silu_vjp(grad_out: np.ndarray, x: np.ndarray) -> Gradients:
-    """dx = dy s (1 + x (1 - s)), s = 1 / (1 + exp(-x))."""
+    """dx = dy (s + x s'), where y = x s: `silu_slope`."""
     check_activation(x)
-    wide = _wide(x)
-    s = expit(wide)
-    return {"x": rounded(_wide(grad_out) * s * (1.0 + wide * (1.0 - s)), x.dtype)}
+    dx = by_element(lambda x, dy: dy * silu_slope(x, expit(x)), _wide(x), _wide(grad_out))
+    return {"x": rounded(dx, x.dtype)}
 
 
 def relu_vjp(grad_out: np.ndarray, x: np.ndarray) -> Gradients:
@@ -104,11 +104,26 @@ def relu_vjp(grad_out: np.ndarray, x: np.ndarray) -> Gradients:
     return {"x": rounded(np.where(_wide(x) > 0.0, _wide(grad_out), 0.0), x.dtype)}
 
 
+def normal_slope(x: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """s + x phi(x), the derivative of x s for s = Phi(x); phi(x) = exp(-x^2 / 2) / sqrt(2 pi)."""
+    return s + x * (np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi))
+
+
+def tanh_slope(x: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """s + x 2 s (1 - s) u', that for s = (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    return s + 2.0 * x * s * (1.0 - s) * (TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * (x * x)))
+
+
+def silu_slope(x: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """s + x s (1 - s), that for s = 1 / (1 + exp(-x))."""
+    return s * (1.0 + x * (1.0 - s))
+
+
 def dropout_vjp(grad_out: np.ndarray, x: np.ndarray, rate: float, key: np.ndarray | None) -> Gradients:
     """dx = dy / (1 - rate) where kept, else 0: the mask is drawn again from the key."""
     rate = check_dropout_layer(x, rate, key)
     grad = _wide(grad_out)
-    return {"x": rounded(grad if rate == 0.0 or key is None else drop(grad, rate, key), x.dtype)}
+    return {"x": rounded(grad.copy() if rate == 0.0 or key is None else drop(grad, rate, key), x.dtype)}
 
 
 def cross_entropy_vjp(
@@ -134,13 +149,19 @@ def loss_sum_gradient(
     logits: np.ndarray, targets: np.ndarray, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> np.ndarray:
     """The gradient of `layers.loss_sum`'s sum, float64."""
-    counted = np.asarray(targets) != ignore_index
-    z = _wide(logits[counted])
-    lse = log_sum_exp(z)[:, None]
-    rows = np.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / z.shape[-1]
-    rows[np.arange(len(rows)), targets[counted]] -= 1.0 - label_smoothing
+    z, target = counted_rows(logits, targets, ignore_index)
+
+    def backward(z: np.ndarray, target: np.ndarray) -> np.ndarray:
+        lse = log_sum_exp(z)
+        dz = np.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / z.shape[-1]
+        dz[np.arange(len(dz)), target[:, 0]] -= 1.0 - label_smoothing
+        return dz
+
+    dz = by_row(backward, z, target)
+    if len(z) == targets.size:
+        return dz.reshape(logits.shape)
     grad = np.zeros(logits.shape, dtype=np.float64)
-    grad[counted] = rows
+    grad[np.asarray(targets) != ignore_index] = dz
     return grad
 
 
@@ -160,5 +181,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, dtype=np.float64)
 
 
-def _over_rows(x: np.ndarray) -> np.ndarray:
-    return np.sum(x.reshape(-1, x.shape[-1]), axis=0)
+def _over_rows(x: np.ndarray, y: np.ndarray | None = None) -> np.ndarray:
+    """The sum over all axes but the last, of x or of x y."""
+    rows = x.reshape(-1, x.shape[-1])
+    return np.sum(rows, axis=0) if y is None else np.einsum("rw,rw->w", rows, y.reshape(rows.shape))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..model import ModelKept, Transformer
@@ -41,7 +43,8 @@ def _stack_backward(model: Transformer, grad: np.ndarray, kept: ModelKept) -> tu
     for i in range(len(model.blocks) - 1, -1, -1):
         block, kept_block = model.blocks[i], kept.blocks[i]
         if kept_block is None:
-            _, kept_block = block.run(kept.inputs[i], *model.of_block(i, kept.scene, kept.key))
+            scene = replace(kept.scene, keep=True)
+            _, kept_block = block.run(kept.inputs[i], *model.of_block(i, scene, kept.key))
         h, outer, own = block_backward(block, h, kept_block)
         grads |= prefixed(f"blocks.{i}", own)
         memory = memory + outer["context"] if "context" in outer else memory
