@@ -21,6 +21,7 @@ from core_numpy.contract.checks.common import require_int
 from core_numpy.contract.checks.layers import check_loss_options
 from core_numpy.contract.checks.model import check_params
 from core_numpy.contract.config import ModelConfig, TrainConfig
+from core_numpy.contract.memory import keep_freed_memory
 from core_numpy.contract.progress import fit_bar
 from core_numpy.contract.saving import Saver, whole
 from core_numpy.contract.schedule import learning_rate
@@ -77,6 +78,8 @@ class Trainer:
         self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
         self._good = 0
         self._saver = Saver()
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
         self._folding = self._fold()

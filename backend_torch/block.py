@@ -28,9 +28,11 @@ from .attention import attention, attention_weights
 from .cache import KVCache, LayerCache, Pair, read
 from .encodings import rotary_tables, rotate
 from .frequencies import scaled_frequencies
+from .hooks import direct, hooked
 from .initial import initialise, linear
 from .layers import drop, normalise_layer, normalise_rms
 from .place import part
+from .products import Joined, project
 from .random import split
 from .turning import Tables, turned, turns
 
@@ -77,6 +79,8 @@ class MultiHeadAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.heads, **factory)) if config.sinks else None
         # Which query heads are here, where a trainer spreads them over devices: (first, past the last).
         self.here: tuple[int, int] | None = None
+        # The three first layers as one, while a trainer trains them.
+        self.joint: Joined | None = None
         initialise(self, contract.attention_parameters(config), seed, device)
 
     def forward(
@@ -142,7 +146,7 @@ class MultiHeadAttention(nn.Module):
                 out = ring_attention(here, q, k, v, options)
             else:
                 out = attention(q, k, v, **options)
-        return self.output(out.transpose(1, 2).flatten(2))
+        return project(out.transpose(1, 2).flatten(2), self.output)[0]
 
     def weights(
         self, x: Tensor, *, mask: Any = None, bias: Any = None, kv_lengths: Any = None, segments: Any = None,
@@ -158,7 +162,10 @@ class MultiHeadAttention(nn.Module):
 
     def keys_and_values(self, source: Tensor) -> Pair:
         """(B, S, W) -> (B, G, S, D), normalised but not rotated, and (B, G, S, Dv)."""
-        k, v = heads_of(self.key(source), self.config.key_size), heads_of(self.value(source), self.config.value_size)
+        return self._pair(*project(source, self.key, self.value))
+
+    def _pair(self, k: Tensor, v: Tensor) -> Pair:
+        k, v = heads_of(k, self.config.key_size), heads_of(v, self.config.value_size)
         return (k if self.key_norm is None else self.key_norm(k)), v
 
     def _project(
@@ -170,10 +177,15 @@ class MultiHeadAttention(nn.Module):
             if turns(rotary, x, size):
                 q, k = turned(self.query(x), self.key(x), cast(Tables, rotary))
                 return q, k, heads_of(self.value(x), self.config.value_size)
-        q = heads_of(self.query(x), self.config.key_size)
+        if pair is None and context is None:
+            q, *projected = project(x, self.query, self.key, self.value, joint=self.joint)
+            k, v = self._pair(*projected)
+        else:
+            (q,) = project(x, self.query)
+            k, v = self.keys_and_values(cast(Tensor, context)) if pair is None else pair
+        q = heads_of(q, self.config.key_size)
         if self.query_norm is not None:
             q = self.query_norm(q)
-        k, v = self.keys_and_values(x if context is None else context) if pair is None else pair
         if rotary is not None:
             q, k = (rotate(y, *rotary, self.rotary_layout) for y in (q, k))
         return q, k, v
@@ -216,6 +228,7 @@ class FeedForward(nn.Module):
         self.up = linear(width, hidden, bias=bias, factory=factory)
         self.gate = linear(width, hidden, bias=bias, factory=factory) if config.gated else None
         self.down = linear(hidden, width, bias=bias, factory=factory)
+        self.joint: Joined | None = None  # up and gate as one, while a trainer trains them
         initialise(self, contract.feed_forward_parameters(config), seed, device)
 
     def forward(self, x: Tensor, *, dropout_key: Tensor | None = None) -> Tensor:
@@ -226,10 +239,11 @@ class FeedForward(nn.Module):
         """The call unchecked."""
         key = dropout_key_of(self, self.config.dropout, dropout_key, x.device)
         if self.gate is None:
-            inner = activate(self.config.activation, self.up(x))
+            inner = activate(self.config.activation, project(x, self.up)[0])
         else:
-            inner = activate(self.config.activation, self.gate(x)) * self.up(x)
-        return drop(self.down(inner), self.config.dropout, key)
+            gate, up = project(x, self.gate, self.up, joint=self.joint)
+            inner = activate(self.config.activation, gate) * up
+        return drop(project(inner, self.down)[0], self.config.dropout, key)
 
 
 class Block(nn.Module):
@@ -321,21 +335,6 @@ class Block(nn.Module):
             return norm(x + f(x))
         y = f(norm(x))
         return x + (y if post is None else post(y))
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether a call must go through `__call__`: somebody hooked, compiled or replaced the module's forward."""
-    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
-        return True
-    return any((
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-        torch.nn.modules.module._has_any_global_hook(),
-    ))  # fmt: skip
-
-
-def direct(module: nn.Module) -> Callable[..., Tensor]:
-    """The module's work without the checks of its arguments, which the caller has made."""
-    return module if hooked(module) else cast("Callable[..., Tensor]", module.run)
 
 
 def parts(dtype: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Calls whose form was checked before: an eager call like an earlier one costs a lookup in place of the checks.
 
 A form is all that `attention_plan` and `choose` look at but the values of tensors, which are looked at in every call:
-the types, shapes, dtypes and devices of arrays, and the numbers with their types (True is 1, and 1 is 1.0). Only forms
-that were found right are kept, and only of plain tensors and numbers: others are checked each time.
+the types, shapes, dtypes and devices of arrays, whether q is contiguous, and the numbers with their types (True is 1,
+and 1 is 1.0). Only forms that were found right are kept, and only of plain tensors and numbers: others are checked each
+time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def look(
             )
         name = (
             type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device,
-            causal, type(causal), None if window is None else (type(window), *window, *map(type, window)), q_offset, at,
+            q.is_contiguous(), causal, type(causal),
+            None if window is None else (type(window), *window, *map(type, window)), q_offset, at,
             scale, type(scale), softcap, type(softcap), dropout_rate, type(dropout_rate), kernel, wants_lse, arrays,
         )  # fmt: skip
         return name, _known.get(name)

@@ -23,12 +23,14 @@ from core_numpy.contract.parameters import model_parameters
 from core_numpy.contract.tensor_file import numpy_dtype
 
 from .arrays import borrow, find_device, from_numpy, to_numpy, values
-from .block import Block, Norm, direct, dropout_key_of, dtype_of, parts, rotary_of
+from .block import Block, Norm, dropout_key_of, dtype_of, parts, rotary_of
 from .cache import KVCache, Pair
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
+from .hooks import direct
 from .initial import initialise, linear, materialise, turn
 from .layers import accumulation, drop
 from .place import move, part
+from .products import project
 from .random import fold_in
 
 
@@ -188,7 +190,7 @@ class Stack(nn.Module):
         if config.tie_embeddings:
             logits = F.linear(x, table, self.head.bias if isinstance(self.head, Bias) else None)
         elif self.head is not None:
-            logits = self.head(x)
+            (logits,) = project(x, self.head)
         else:
             return x
         if config.logit_scale is not None:

@@ -250,11 +250,11 @@ class ParallelTrainer(Trainer):
         own = named(self.model)
         return Cast(self.model, {name: like(own[name], leaf) for name, leaf in self._leaves.items()})
 
-    def _differentiate(self, loss: Tensor) -> list[Tensor]:
+    def _differentiate(self, loss: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
         if self.group.layout.fsdp == 1:
-            leaves = self._leaves if self._low is not None else named(self.model)
+            own = self._leaves if self._low is not None else named(self.model)
             found = torch.autograd.grad(
-                loss, [leaves[name] for name in self.flat.places], allow_unused=True, materialize_grads=True
+                loss, [own[name] for name in self.flat.places], allow_unused=True, materialize_grads=True
             )
             return [local(g) for g in found]
         loss.backward()

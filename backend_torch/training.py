@@ -30,6 +30,7 @@ from core_numpy.contract.checks.training import (
     check_trainer,
 )
 from core_numpy.contract.config import ModelConfig, TrainConfig
+from core_numpy.contract.memory import keep_freed_memory
 from core_numpy.contract.progress import fit_bar
 from core_numpy.contract.saving import Saver, whole
 from core_numpy.contract.schedule import learning_rate
@@ -37,6 +38,7 @@ from core_numpy.contract.schedule import learning_rate
 from .arrays import from_numpy, to_numpy
 from .batches import Batch, Tensors, counted_targets, host_arrays, rows_of, tensors
 from .initial import turn
+from .joint import Joint, joined, joints, side_by_side
 from .layers import summed_cross_entropy
 from .model import Transformer, get_params, named, set_params
 from .modes import matmul_precision, mode, remat
@@ -106,7 +108,10 @@ class Trainer:
             own = {name: view.detach().requires_grad_() for name, view in self.flat.views(self._low).items()}
         # In the order of the flat buffer.
         self._leaves = {name: own[name] for name in self.flat.places}
-        self._gradient_views = list(self.flat.views(self.grads).values())
+        self._joints = joints(model, self.flat) if self._low is None and config.parallel is None else {}
+        self._places = self._gradient_places({}), self._gradient_places(self._joints)
+        if self.flat.data.device.type == "cpu":
+            keep_freed_memory()
         self.compiled = _wants_compiler(config, self.flat.data.device)
         self._loss = torch.compile(loss_sum) if self.compiled else loss_sum
         self._saver = Saver()
@@ -144,9 +149,19 @@ class Trainer:
         """The parameters of this process, moved into one buffer."""
         return Flat.of(named(self.model))
 
-    def _differentiate(self, loss: Tensor) -> list[Tensor]:
-        """The gradients of this process, in the order of the buffer."""
-        return _differentiate(loss, self._leaves.values())
+    def _differentiate(self, loss: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients of this process."""
+        return _differentiate(loss, leaves)
+
+    def _gradient_places(self, joints: Mapping[nn.Module, Joint]) -> tuple[list[Tensor], list[Tensor]]:
+        """What is differentiated by, and where each gradient belongs."""
+        leaves, views = dict(self._leaves), self.flat.views(self.grads)
+        for joint in joints.values():
+            for parts, leaf in joint.leaves.items():
+                for name in parts:
+                    del leaves[name], views[name]
+                leaves["+".join(parts)], views["+".join(parts)] = leaf, side_by_side(self.flat, self.grads, parts)
+        return list(leaves.values()), list(views.values())
 
     def _as_spread(self, parameter: Tensor, held: Tensor) -> Tensor:
         """What this process holds of something that lies over devices as a parameter does: on one device, all of it."""
@@ -188,17 +203,17 @@ class Trainer:
         """`_gradients` of micro-batches that are on the device: nothing here is read on the host."""
         config = self.config
         mean = torch.zeros((), dtype=self.grads.dtype, device=self.flat.data.device)
-        with mode(self.model, True), remat(self.model, config.remat):
-            target = self._module()
+        with mode(self.model, True), remat(self.model, config.remat), joined(self._joints) as joint:
+            target, (leaves, views) = self._module(), self._places[joint]
             for m, part in enumerate(parts):
                 loss = self._loss(
                     target, *part, None if root is None else fold_in(root, m), config.label_smoothing, config.z_loss
                 ) / counted  # fmt: skip
-                grads = self._differentiate(loss if self.loss_scale == 1.0 else loss * self.loss_scale)
+                grads = self._differentiate(loss if self.loss_scale == 1.0 else loss * self.loss_scale, leaves)
                 if m == 0:
-                    torch._foreach_copy_(self._gradient_views, grads)
+                    torch._foreach_copy_(views, grads)
                 else:
-                    torch._foreach_add_(self._gradient_views, [g.to(self.grads.dtype) for g in grads])
+                    torch._foreach_add_(views, [g.to(self.grads.dtype) for g in grads])
                 mean = mean + loss.detach()
         if self.loss_scale != 1.0:
             self.grads.mul_(1.0 / self.loss_scale)

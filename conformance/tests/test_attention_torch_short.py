@@ -123,11 +123,17 @@ def test_which_calls_are_few_scores():
     assert "sdpa is chosen" in explain_kernel(*halves)
 
 
-def test_strided_arrays_are_few_scores_as_well():
+def test_strided_arrays_are_few_scores_with_sinks_and_torchs_own_without():
     leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in _qkv(2, 2)]
     assert not leaves[0].is_contiguous()
-    _compare(leaves, "kept", causal=True)
+    _compare(leaves, "kept", causal=True, sinks=_leaf(8).detach())
     _compare([x.detach().mT.contiguous().mT.requires_grad_() for x in _qkv()], "kept", sinks=_leaf(8).detach())
+    for strided in (leaves, [x.detach() for x in leaves]):
+        assert "few scores" not in explain_kernel(*strided, causal=True)
+        assert "few scores" in explain_kernel(*(x.contiguous() for x in strided), causal=True)
+    # A form of contiguous arrays that is remembered is not taken for that of strided ones.
+    close = [x.detach().contiguous() for x in leaves]
+    torch.testing.assert_close(attention(*close, causal=True), attention(*(x.detach() for x in leaves), causal=True))
 
 
 # --- sinks beside torch's kernel ---

@@ -1,0 +1,62 @@
+"""A training step on a CPU finds the memory that the one before it freed, unless the user says otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource
+import numpy as np
+from core_numpy.contract.memory import keep_freed_memory
+kept = keep_freed_memory()
+def step():
+    arrays = [np.ones(1 << 20) for _ in range(12)]  # 8 MiB each: 24,576 pages in all
+    del arrays
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run(script, **variables):
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=plain | variables, capture_output=True, text=True, check=True
+    )
+    return [int(x) for x in done.stdout.split()]
+
+
+@pytest.fixture
+def glibc():
+    import platform
+
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("the C library is not glibc, whose malloc this speaks to")
+
+
+def test_freed_memory_is_taken_again_without_page_faults(glibc):
+    kept, faults = run(FAULTS)
+    assert kept and faults < 1000
+
+
+def test_what_the_user_sets_stays(glibc):
+    kept, faults = run(FAULTS, MALLOC_TRIM_THRESHOLD_="131072")
+    assert not kept and faults > 1000
+
+
+@pytest.mark.parametrize("package", ["backend_torch", "backend_jax"])
+def test_a_trainer_asks_for_it(package, monkeypatch):
+    pytest.importorskip(package.replace("backend_", ""))
+    import importlib
+
+    from core_numpy.contract.config import ModelConfig, TrainConfig
+
+    backend = importlib.import_module(package)
+    training = importlib.import_module(f"{package}.training")
+    asked = []
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: asked.append(1))
+    backend.Trainer(backend.Transformer(ModelConfig(vocab=8, width=8, heads=1, layers=1)), TrainConfig(steps=1))
+    assert asked == [1]
