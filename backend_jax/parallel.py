@@ -119,7 +119,10 @@ class ParallelTrainer(Trainer):
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         self.layout = Layout.of(config.parallel)
         check_alike(dict(enumerate(said_by_all(facts(model.config, config)))), jax.process_index())
-        check_layout(self.layout, model.config, config, jax.device_count(), "devices")
+        hint = ""
+        if jax.default_backend() == "cpu" and jax.process_count() == 1:
+            hint = f": on a CPU XLA_FLAGS=--xla_force_host_platform_device_count={self.layout.devices} makes them"
+        check_layout(self.layout, model.config, config, jax.device_count(), "devices", hint)
         self.mesh = make_mesh(self.layout)
         super().__init__(model, config)
 

@@ -2,13 +2,14 @@
 
 Keys and values go round by `ppermute`, and each device adds what its queries find in them:
 
-    out, lse = merge(attention_with_lse(q_a, k_b, v_b) for every piece b)
+    out, lse = merge(attention_with_lse(q_a, k_b, v_b) for every part b of the keys)
     d out_b = w_b d out,   d lse_b = w_b (d out . out_b - d out . out),   w_b = exp(lse_b - lse)
 
-They go from neighbour to neighbour in a loop, so that a device holds those of two at most, however many there are: XLA
-would run messages ahead that stand side by side. The backward pass lets the keys go round once more and computes each
-block again; their gradients go with them. Where causality or a window hides one device's keys from another, nothing is
-sent. Source: Liu et al. 2023 (arXiv:2310.01889); pieces c and 2 C - 1 - c of zigzag rings, so that causal work is even.
+They go from neighbour to neighbour in a loop, because XLA would run messages ahead that stand side by side, and share
+by share, so that a device holds little more than its own queries, keys and gradients, however long the row. The
+backward pass lets the keys go round once more and computes each block again; their gradients go with them. Where
+causality or a window hides one device's keys from another, nothing is sent. Source: Liu et al. 2023 (arXiv:2310.01889);
+pieces c and 2 C - 1 - c of zigzag rings, so that causal work is even.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -31,6 +33,9 @@ from .attention import attention_with_lse, merge_attention
 from .blockwise_scores import accumulation
 
 Arrays = dict[str, Any]
+
+# Keys travel in so many shares at most, of so many positions of each piece at least.
+SHARES, LEAST = 8, 2048
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,26 @@ class Ring:
         return context_pieces(self.count, self.causal) // self.count
 
     @property
-    def size(self) -> int:
-        return self.length // (self.count * self.pieces)
+    def shares(self) -> int:
+        """In how many equal shares the keys of a device travel. Each is of all pieces: causal work on it is even."""
+        size = self.length // (self.count * self.pieces)
+        return next(n for n in range(min(SHARES, max(size // LEAST, 1)), 0, -1) if size % n == 0)
 
-    def start(self, device: Any, piece: Any) -> Any:
-        """Where piece 0 or 1 of a device begins; device and piece may be traced."""
-        return (device + piece * (2 * self.count - 1 - 2 * device)) * self.size
+    @property
+    def size(self) -> int:
+        """Positions of a block: of one share of one piece."""
+        return self.length // (self.count * self.pieces * self.shares)
+
+    def start(self, device: Any, piece: Any, share: Any) -> Any:
+        """Where a share of piece 0 or 1 of a device begins; all of them may be traced."""
+        return ((device + piece * (2 * self.count - 1 - 2 * device)) * self.shares + share) * self.size
+
+    def query(self, device: Any, a: Any) -> Any:
+        """Where block a of a device's queries begins."""
+        return self.start(device, a // self.shares, a % self.shares)
 
     def sees(self, query: Any, key: Any) -> Any:
-        """Whether a query of the piece that begins at `query` may attend to a key of the one that begins at `key`."""
+        """Whether a query of the block that begins at `query` may attend to a key of the one that begins at `key`."""
         left, right = self.window or (None, None)
         if self.causal:
             right = 0 if right is None else min(right, 0)
@@ -76,23 +92,20 @@ class Ring:
             seen = seen & (key <= query + last + right)
         return seen if left is None else seen & (key + last >= query - left)
 
-    def slots(self) -> list[tuple[int, int]]:
-        """(a, b): each piece here with each of another device."""
-        return [(a, b) for a in range(self.pieces) for b in range(self.pieces)]
+    def seen(self, steps: Sequence[int]) -> np.ndarray:
+        """Whether something is seen: (steps, blocks of queries here, pieces there, devices, shares there) of bool.
 
-    def pairs(self, steps: Sequence[int]) -> list[tuple[int, int]]:
-        """Pieces (a here, b of the device so many places back) that on some device have something to see."""
-        return [(a, b) for a, b in self.slots() if any(any(self.seen(step, a, b)) for step in steps)]
-
-    def seen(self, step: int, a: int, b: int) -> list[bool]:
-        """Whether each device's piece a sees piece b of the device `step` places back."""
-        places = range(self.count)
-        return [bool(self.sees(self.start(c, a), self.start((c - step) % self.count, b))) for c in places]
+        There is the device so many places back.
+        """
+        sizes = (len(steps), self.pieces * self.shares, self.pieces, self.count, self.shares)
+        step, a, b, here, share = np.ix_(np.array(steps), *map(np.arange, sizes[1:]))
+        seen = self.sees(self.query(here, a), self.start((here - step) % self.count, b, share))
+        return np.broadcast_to(seen, sizes)
 
     def routes(self, step: int) -> list[tuple[int, int]]:
         """(from, to) of the devices whose keys are needed `step` places on."""
-        wanted = zip(*(self.seen(step, a, b) for a, b in self.slots()), strict=True)
-        return [((c - step) % self.count, c) for c, any_of in enumerate(wanted) if any(any_of)]
+        wanted = np.asarray(self.seen([step]).any((0, 1, 2, 4)))
+        return [((c - step) % self.count, c) for c in range(self.count) if wanted[c]]
 
     def legs(self) -> list[tuple[int, int]]:
         """(direction, how many steps that way) in which keys come to all that need them: 1 onwards, -1 back.
@@ -148,20 +161,22 @@ def _ring(ring: Ring, own: Arrays, whole: Arrays, here: jax.Array) -> jax.Array:
 
 def _forward(ring: Ring, own: Arrays, whole: Arrays, here: jax.Array) -> tuple[jax.Array, Any]:
     acc = accumulation(own["q"].dtype)
-    (B, H, T), q, v, size = own["q"].shape[:3], own["q"], own["v"], own["k"].shape[-1]
+    (B, H, T), q, v, width = own["q"].shape[:3], own["q"], own["v"], own["k"].shape[-1]
 
     def visit(seen: Any, a: Any, b: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        cut = _cut(ring, own, {"k": keys["kv"][..., :size], "v": keys["kv"][..., size:]}, a, b)
+        cut = _cut(ring, own, {"k": keys["kv"][..., :width], "v": keys["kv"][..., width:]}, a, b)
         blank = (jnp.zeros((B, H, ring.size, v.shape[-1]), q.dtype), jnp.full((B, H, ring.size), -jnp.inf, acc))
         out, lse = seen(partial(_block, ring, whole, cut), blank)
-        before = _piece(ring, state["out"], a), _piece(ring, state["lse"], a)
+        before = _block_of(ring, state["out"], a), _block_of(ring, state["lse"], a)
         merged = merge_attention(*zip(before, (out.astype(acc), lse), strict=True))
         return sent, {name: _put(ring, state[name], a, x) for name, x in zip(("out", "lse"), merged, strict=True)}
 
     # One array here and two in the backward pass: XLA would see the same first message in both, and keep its keys.
-    keys = {"kv": jnp.concatenate([own["k"], own["v"]], -1)}
+    def keys(share: Any) -> Arrays:
+        return {"kv": jnp.concatenate([_share(ring, own[name], share) for name in ("k", "v")], -1)}
+
     state = {"out": jnp.zeros((B, H, T, v.shape[-1]), acc), "lse": jnp.full((B, H, T), -jnp.inf, acc)}
-    state = _travel(ring, keys, {}, partial(_visit, ring, here, visit), state)
+    state = _by_shares(ring, keys, partial(_visit, ring, here, visit), state)
     return state["out"].astype(q.dtype), (own, whole, here, state["out"], state["lse"])
 
 
@@ -172,15 +187,17 @@ def _backward(ring: Ring, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
 
     def visit(seen: Any, a: Any, b: Any, keys: Arrays, sent: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
         cut = _cut(ring, own, keys, a, b)
-        cotangents = tuple(_piece(ring, x, a) for x in (grad, delta, lse))
+        cotangents = tuple(_block_of(ring, x, a) for x in (grad, delta, lse))
         found = seen(partial(_derivative, ring, whole, cut, cotangents), _zeros(cut, acc))
-        sent = {name: _put(ring, x, b, _piece(ring, x, b) + found[name]) for name, x in sent.items()}
-        state |= {"q": _put(ring, state["q"], a, _piece(ring, state["q"], a) + found["q"])}
+        sent = {name: _put(ring, x, b, _block_of(ring, x, b) + found[name]) for name, x in sent.items()}
+        state = state | {"q": _put(ring, state["q"], a, _block_of(ring, state["q"], a) + found["q"])}
         state |= {name: state[name] + found[name] for name in ("sinks", "table") if name in state}
         return sent, state
 
-    keys = {"k": own["k"], "v": own["v"]}
-    totals = _travel(ring, keys, _zeros(keys, acc), partial(_visit, ring, here, visit), _zeros(own, acc))
+    def keys(share: Any) -> Arrays:
+        return {name: _share(ring, own[name], share) for name in ("k", "v")}
+
+    totals = _by_shares(ring, keys, partial(_visit, ring, here, visit), _zeros(own, acc))
     grads = {name: totals[name].astype(x.dtype) for name, x in own.items()}
     return grads, jax.tree.map(lambda x: None, whole), None
 
@@ -188,14 +205,31 @@ def _backward(ring: Ring, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
 _ring.defvjp(_forward, _backward)
 
 
-def _travel(ring: Ring, keys: Arrays, sent: Arrays, visit: Callable[..., Any], state: Arrays) -> Arrays:
-    """`state` after a visit of everybody's keys, own first; what visits add to `sent` goes to whose keys they are.
+def _by_shares(ring: Ring, keys: Callable[[Any], Arrays], visit: Callable[..., Any], state: Arrays) -> Arrays:
+    """`state` after a visit of everybody's keys, share by share. keys(share): those here.
 
-    visit(steps, step, keys, sent, state) gives sent and state; `step`, one of `steps`, may be traced.
+    Where `state` has totals of keys, what visits of them give is added to those of the device whose keys they are.
     """
-    blank = sent
-    sent, state = visit([0], 0, keys, blank, dict(state))
-    state |= {name: x + sent[name] for name, x in state.items() if name in sent}
+
+    def one(state: Arrays, share: Any) -> tuple[Arrays, None]:
+        given = keys(share)
+        totals = {name: state[name] for name in given if name in state}
+        blank = {name: jnp.zeros(given[name].shape, x.dtype) for name, x in totals.items()}
+        others = {name: x for name, x in state.items() if name not in totals}
+        others, found = _travel(ring, given, blank, partial(visit, share), others)
+        return others | {name: _add_share(ring, x, share, found[name]) for name, x in totals.items()}, None
+
+    if ring.shares == 1:
+        return one(state, 0)[0]
+    return lax.scan(one, state, jnp.arange(ring.shares, dtype=jnp.int32))[0]
+
+
+def _travel(ring: Ring, keys: Arrays, blank: Arrays, visit: Callable[..., Any], state: Arrays) -> tuple[Arrays, Arrays]:
+    """`state` after a visit of everybody's share of keys, own first; and what came back of what visits added to `sent`.
+
+    visit(steps, step, keys, sent, state) gives sent, `blank` before, and state; `step`, one of `steps`, may be traced.
+    """
+    totals, state = visit([0], 0, keys, blank, state)
     for direction, count in ring.legs():
         steps = [direction * (i + 1) for i in range(count)]
         routes = [(c, (c + direction) % ring.count) for c in range(ring.count)]
@@ -214,8 +248,8 @@ def _travel(ring: Ring, keys: Arrays, sent: Arrays, visit: Callable[..., Any], s
 
             (coming, sent, state), _ = lax.scan(body, (coming, sent, state), jnp.array(steps[:-1], jnp.int32))
         sent, state = visit(steps[-1:], steps[-1], coming, sent, state)
-        state = state | {name: state[name] + x for name, x in _moved(sent, home).items()}
-    return state
+        totals = {name: totals[name] + x for name, x in _moved(sent, home).items()}
+    return state, totals
 
 
 def _moved(arrays: Arrays, routes: list[tuple[int, int]]) -> Arrays:
@@ -226,35 +260,51 @@ def _zeros(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), tree)
 
 
-def _piece(ring: Ring, x: jax.Array, piece: Any) -> jax.Array:
-    """Piece 0 or 1 of x (B, heads, T here, ...)."""
-    return lax.dynamic_slice_in_dim(x, piece * ring.size, ring.size, 2)
+def _block_of(ring: Ring, x: jax.Array, block: Any) -> jax.Array:
+    """One block of x (B, heads, blocks of positions, ...)."""
+    return lax.dynamic_slice_in_dim(x, block * ring.size, ring.size, 2)
 
 
-def _put(ring: Ring, x: jax.Array, piece: Any, new: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(x, new, piece * ring.size, 2)
+def _put(ring: Ring, x: jax.Array, block: Any, new: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, new, block * ring.size, 2)
+
+
+def _share(ring: Ring, x: jax.Array, share: Any) -> jax.Array:
+    """One share of each piece: (B, G, pieces x size, D) of x (B, G, T here, D)."""
+    B, G, T, D = x.shape
+    cut = lax.dynamic_index_in_dim(x.reshape(B, G, ring.pieces, ring.shares, ring.size, D), share, 3, keepdims=False)
+    return cut.reshape(B, G, T // ring.shares, D)
+
+
+def _add_share(ring: Ring, x: jax.Array, share: Any, new: jax.Array) -> jax.Array:
+    """x with `new` added to one of its shares."""
+    cut = x.reshape(*x.shape[:2], ring.pieces, ring.shares, ring.size, x.shape[-1])
+    new = new.reshape(*x.shape[:2], ring.pieces, 1, ring.size, x.shape[-1])
+    new = new + lax.dynamic_slice_in_dim(cut, share, 1, 3)
+    return lax.dynamic_update_slice_in_dim(cut, new, share, 3).reshape(x.shape)
 
 
 def _cut(ring: Ring, own: Arrays, keys: Arrays, a: Any, b: Any) -> Arrays:
-    """The queries of piece a here, and the keys and values of piece b; what is not by position as it is."""
-    return own | {"q": _piece(ring, own["q"], a), **{name: _piece(ring, keys[name], b) for name in ("k", "v")}}
+    """Block a of the queries here, and the keys and values of block b; what is not by position as it is."""
+    return own | {"q": _block_of(ring, own["q"], a), **{name: _block_of(ring, keys[name], b) for name in ("k", "v")}}
 
 
 def _visit(
-    ring: Ring, here: jax.Array, visit: Callable[..., Any], steps: Sequence[int], step: Any, keys: Arrays, sent: Arrays,
-    state: Arrays,
+    ring: Ring, here: jax.Array, visit: Callable[..., Any], share: Any, steps: Sequence[int], step: Any, keys: Arrays,
+    sent: Arrays, state: Arrays,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
-    """sent and state after each pair of pieces of one device's keys, the one `step` places back, one of `steps`.
+    """sent and state after each block here with each of one device's share, the one `step` places back, one of `steps`.
 
-    visit(seen, a, b, keys, sent, state): seen(work, nothing) is work(first, key) where this device's piece a sees piece
+    visit(seen, a, b, keys, sent, state): seen(work, nothing) is work(first, key) where this device's block a sees block
     b, else `nothing`. One pair after another: XLA works on those that stand side by side at once, in memory for all.
     """
-    pairs = ring.pairs(steps)
-    always = all(all(ring.seen(one, a, b)) for one in steps for a, b in pairs)
+    possible = ring.seen(steps)
+    pairs = np.argwhere(possible.any((0, 3, 4))).astype(np.int32)
+    always = all(possible[:, a, b].all() for a, b in pairs)
 
     def one(carry: Any, pair: Any) -> tuple[Any, None]:
         a, b = pair
-        first, key = ring.start(here, a), ring.start((here - step) % ring.count, b)
+        first, key = ring.query(here, a), ring.start((here - step) % ring.count, b, share)
 
         def seen(work: Any, nothing: Any) -> Any:
             if always:
@@ -264,8 +314,8 @@ def _visit(
         return visit(seen, a, b, keys, *carry), None
 
     if len(pairs) == 1:
-        return one((sent, state), pairs[0])[0]
-    return lax.scan(one, (sent, state), tuple(jnp.array(pairs, jnp.int32).T))[0]
+        return one((sent, state), pairs[0].tolist())[0]
+    return lax.scan(one, (sent, state), tuple(jnp.asarray(pairs.T)))[0]
 
 
 def _derivative(ring: Ring, whole: Arrays, cut: Arrays, cotangents: Any, first: Any, key: Any) -> Arrays:
@@ -279,7 +329,7 @@ def _derivative(ring: Ring, whole: Arrays, cut: Arrays, cotangents: Any, first: 
 
 
 def _block(ring: Ring, whole: Arrays, own: Arrays, first: Any, key: Any) -> Any:
-    """Out and lse of one piece's queries, from position `first` on, and one's keys, from `key` on (see `_cut`)."""
+    """Out and lse of one block's queries, from position `first` on, and one's keys, from `key` on (see `_cut`)."""
     size, q, k, v = ring.size, own["q"], own["k"], own["v"]
     B, H = q.shape[:2]
     segments = whole.get("segments")

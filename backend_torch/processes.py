@@ -84,11 +84,7 @@ def connect(own: Mapping[str, Any], device: torch.device, timeout: float = TIMEO
     A group that is there already is used; its processes are compared as well.
     """
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise ValueError(
-                "config.parallel needs the processes that torchrun starts: torchrun --nproc-per-node N script.py"
-            )
-        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, count = _numbers()
         store = _store(rank, count, timeout)
         _compare(dist.PrefixStore("facts", store), own, rank, count, timeout)
         dist.init_process_group(
@@ -99,6 +95,28 @@ def connect(own: Mapping[str, Any], device: torch.device, timeout: float = TIMEO
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, json.dumps(own))
     check_alike({rank: json.loads(text) for rank, text in enumerate(said)}, dist.get_rank())
+
+
+def _numbers() -> tuple[int, int]:
+    """This process's number and how many there are, from what torchrun, or whoever starts them, has set."""
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "config.parallel needs the processes that torchrun starts: torchrun --nproc-per-node N script.py"
+        )
+    lacking = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if lacking:
+        raise ValueError(
+            f"config.parallel needs {', '.join(lacking)} beside RANK in the environment of each process, as torchrun "
+            "sets them"
+        )
+    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    wrong = {name: text for name, text in said.items() if not text.isdecimal()}
+    if wrong or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
+        raise ValueError(
+            f"RANK must be a number below WORLD_SIZE, and MASTER_PORT a number, in the environment of each process; "
+            f"got {said}"
+        )
+    return int(said["RANK"]), int(said["WORLD_SIZE"])
 
 
 def _store(rank: int, count: int, timeout: float) -> Any:

@@ -2,19 +2,20 @@
 
 Keys and values go round, and each process adds what its queries find in them:
 
-    out, lse = merge(attention_with_lse(q_a, k_b, v_b) for every piece b)
+    out, lse = merge(attention_with_lse(q_a, k_b, v_b) for every part b of the keys)
     d out_b = w_b d out,   d lse_b = w_b (d out . out_b - d out . out),   w_b = exp(lse_b - lse)
 
-The backward pass lets the keys go round once more and computes each block again, so that no process ever holds more
-than two processes' keys. Where causality or a window hides one process's keys from another, nothing is sent: with a
-window only neighbours talk. Source: Liu et al. 2023 (arXiv:2310.01889); pieces c and 2 C - 1 - c of Striped and
-zigzag rings, so that causal work is even.
+The backward pass lets the keys go round once more and computes each block again. Both go share by share, so that a
+process holds little more than its own queries, keys and gradients, however long the row. Where causality or a window
+hides one process's keys from another, nothing is sent: with a window only neighbours talk. Source: Liu et al. 2023
+(arXiv:2310.01889); pieces c and 2 C - 1 - c of Striped and zigzag rings, so that causal work is even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,23 @@ from .attention import attention_with_lse, merge_attention
 from .dense import accumulation
 from .encodings import alibi_bias, relative_bias
 from .place import Part, placed
+
+# Keys travel in so many shares, of so many positions of each piece at least: five shares of keys and values are the
+# most that a process holds for others (one that comes, one at work, one that goes, their gradients going and coming).
+SHARES, LEAST = 8, 2048
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions that follow one another: the first one's number, where it is kept, and how many they are."""
+
+    first: int
+    kept: int
+    size: int
+
+    @property
+    def here(self) -> slice:
+        return slice(self.kept, self.kept + self.size)
 
 
 @dataclass(frozen=True)
@@ -46,25 +64,46 @@ class Ring:
         """Positions of one piece."""
         return self.length // context_pieces(self.count, self.causal)
 
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """Where in a piece each share begins and ends. A share is of all pieces, so that causal work on it is even."""
+        count = max(1, min(SHARES, self.size // LEAST))
+        return list(pairwise(self.size * i // count for i in range(count + 1)))
+
     def starts(self, place: int) -> list[int]:
         """Where the pieces of one process begin."""
         return [piece * self.size for piece in pieces_of(place, self.count, self.causal)]
+
+    def spans(self, place: int, share: int) -> list[Span]:
+        """One share of each piece of a process."""
+        first, end = self.shares[share]
+        return [Span(start + first, i * self.size + first, end - first) for i, start in enumerate(self.starts(place))]
 
     def positions(self, device: Any = None) -> Tensor:
         """The positions that are here, in the order in which they are kept."""
         return torch.cat([torch.arange(start, start + self.size, device=device) for start in self.starts(self.place)])
 
-    def sees(self, query: int, key: int, window: tuple[int | None, int | None] | None) -> bool:
-        """Whether a query of the piece that begins at `query` may attend to a key of the one that begins at `key`."""
+    def sees(self, query: Span, key: Span, window: tuple[int | None, int | None] | None) -> bool:
+        """Whether a query of one span may attend to a key of another."""
         left, right = window or (None, None)
         if self.causal:
             right = 0 if right is None else min(right, 0)
-        last = self.size - 1
-        return (right is None or key <= query + last + right) and (left is None or key + last >= query - left)
+        return (right is None or key.first < query.first + query.size + right) and (
+            left is None or key.first + key.size > query.first - left
+        )
 
     def needs(self, place: int, other: int, window: tuple[int | None, int | None] | None) -> bool:
         """Whether queries of one process may attend to keys of another."""
-        return any(self.sees(q, k, window) for q in self.starts(place) for k in self.starts(other))
+        mine, theirs = ([Span(start, 0, self.size) for start in self.starts(at)] for at in (place, other))
+        return any(self.sees(q, k, window) for q in mine for k in theirs)
+
+    def pairs(
+        self, other: int, share: int, window: tuple[int | None, int | None] | None
+    ) -> list[tuple[Span, int, Span]]:
+        """(queries here, number of the piece there, keys of that piece's share) with something to see."""
+        mine = [span for at in range(len(self.shares)) for span in self.spans(self.place, at)]
+        theirs = enumerate(self.spans(other, share))
+        return [(q, b, k) for b, k in theirs for q in mine if self.sees(q, k, window)]
 
 
 def ring_attention(here: Part, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -79,15 +118,19 @@ class _Ring(torch.autograd.Function):
         ctx: Any, here: Part, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, sinks: Any, table: Any
     ) -> Tensor:
         ring, acc = here.ring, accumulation(q.dtype)
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for other, keys, values in _visits(ring, options["window"], k, v):
-            for a, b in _pairs(ring, other, options["window"]):
-                cut = _cut(ring, a, b, q, keys, values)
-                out, lse = _block(here, options, a, other, b, *cut, sinks, table)
-                new = (out.to(acc), lse)
-                found[a] = new if a not in found else merge_attention(*zip(found[a], new, strict=True))
-        out = torch.cat([found[a][0] for a in range(len(ring.starts(ring.place)))], 2)
-        lse = torch.cat([found[a][1] for a in range(len(ring.starts(ring.place)))], 2)
+        out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=acc)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=acc)
+        begun = set()
+        for other, share, keys, values in _visits(ring, options["window"], k, v):
+            for a, b, there in ring.pairs(other, share, options["window"]):
+                part, log = _block(
+                    here, options, a, there, q[:, :, a.here], keys[:, :, b], values[:, :, b], sinks, table
+                )
+                if a in begun:
+                    part, log = merge_attention((out[:, :, a.here], part.to(acc)), (lse[:, :, a.here], log))
+                out[:, :, a.here], lse[:, :, a.here] = part, log
+                begun.add(a)
+                del part, log
         ctx.save_for_backward(q, k, v, sinks, table, out, lse)
         ctx.here, ctx.options = here, options
         return out.to(q.dtype)
@@ -97,35 +140,21 @@ class _Ring(torch.autograd.Function):
         q, k, v, sinks, table, out, lse = ctx.saved_tensors
         ring, acc, window = ctx.here.ring, out.dtype, ctx.options["window"]
         grad = grad.to(acc)
-        delta = torch.linalg.vecdot(grad, out)
-        lse = lse.where(lse > -torch.inf, 0.0)
+        # As kept: d out . out, and lse with any finite number where there is no key.
+        rows = (grad, torch.linalg.vecdot(grad, out), lse.where(lse > -torch.inf, 0.0))
         totals = {name: torch.zeros_like(x, dtype=acc) for name, x in _named(q, k, v, sinks, table).items()}
-        for other, keys, values in _visits(ring, window, k, v):
-            sent = {"k": totals["k"], "v": totals["v"]}
-            if other != ring.place:
-                sent = {name: torch.zeros_like(x, dtype=acc).contiguous() for name, x in (("k", keys), ("v", values))}
-            for a, b in _pairs(ring, other, window):
-                here, there = _slice(ring, a), _slice(ring, b)
-                into = totals | sent
-                into |= {"q": totals["q"][:, :, here], "k": sent["k"][:, :, there], "v": sent["v"][:, :, there]}
-                with torch.enable_grad():
-                    # Leaves are the pieces: gradients of whole arrays would be zeros elsewhere, of each pair.
-                    own = (*_cut(ring, a, b, q, keys, values), sinks, table)
-                    leaves = [None if x is None else x.detach().requires_grad_() for x in own]
-                    part, log = _block(ctx.here, ctx.options, a, other, b, *leaves)
-                share = torch.exp(log.detach() - lse[:, :, here])
-                g = grad[:, :, here] * share[..., None]
-                g_lse = torch.linalg.vecdot(g, part.detach().to(acc)) - share * delta[:, :, here]
-                given = _named(*leaves)
-                found = torch.autograd.grad(
-                    (part, log), list(given.values()), (g.to(part.dtype), g_lse), allow_unused=True
-                )
-                for name, x in zip(given, found, strict=True):
-                    if x is not None:
-                        into[name].add_(x)
-                del part, log, share, g, g_lse, found, leaves, given
-            if other != ring.place:
-                _give_back(ring, window, other, sent, totals)
+        for other, share, keys, values in _visits(ring, window, k, v):
+            own = other == ring.place
+            sent = {
+                name: _share(ring, totals[name], share) if own else torch.zeros(x.shape, dtype=acc, device=x.device)
+                for name, x in (("k", keys), ("v", values))
+            }
+            for a, b, there in ring.pairs(other, share, window):
+                into = totals | {"q": totals["q"][:, :, a.here], **{name: x[:, :, b] for name, x in sent.items()}}
+                block = (q[:, :, a.here], keys[:, :, b], values[:, :, b], sinks, table)
+                _add_gradients(ctx.here, ctx.options, a, there, block, [x[:, :, a.here] for x in rows], into)
+            if not own:
+                _give_back(ring, window, other, share, sent, totals)
         return (
             None,
             None,
@@ -136,105 +165,124 @@ class _Ring(torch.autograd.Function):
         )
 
 
+def _add_gradients(
+    here: Part, options: dict[str, Any], a: Span, there: Span, block: tuple[Any, ...], rows: list[Tensor],
+    into: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """Compute one block again, and add what it gives to the gradients of what it is computed from."""
+    grad, delta, lse = rows
+    with torch.enable_grad():
+        # Leaves are the spans: gradients of whole arrays would be zeros elsewhere, of each pair.
+        leaves = [None if x is None else x.detach().requires_grad_() for x in block]
+        part, log = _block(here, options, a, there, *leaves)
+    share = torch.exp(log.detach() - lse)
+    g = grad * share[..., None]
+    g_lse = torch.linalg.vecdot(g, part.detach().to(grad.dtype)) - share * delta
+    given = _named(*leaves)
+    found = torch.autograd.grad((part, log), list(given.values()), (g.to(part.dtype), g_lse), allow_unused=True)
+    for name, x in zip(given, found, strict=True):
+        if x is not None:
+            into[name].add_(x)
+
+
 def _named(*tensors: Tensor | None) -> dict[str, Tensor]:
     pairs = zip(("q", "k", "v", "sinks", "table"), tensors, strict=True)
     return {name: x for name, x in pairs if x is not None}
 
 
-def _slice(ring: Ring, piece: int) -> slice:
-    return slice(piece * ring.size, (piece + 1) * ring.size)
-
-
-def _cut(ring: Ring, a: int, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of piece a, and the keys and values of piece b."""
-    return q[:, :, _slice(ring, a)], k[:, :, _slice(ring, b)], v[:, :, _slice(ring, b)]
-
-
-def _pairs(ring: Ring, other: int, window: Any) -> list[tuple[int, int]]:
-    """Pieces (a here, b there) with something to see; a piece of one's own always, so that each query has a part."""
-    mine, theirs = ring.starts(ring.place), ring.starts(other)
-    return [(a, b) for a, q in enumerate(mine) for b, k in enumerate(theirs) if q == k or ring.sees(q, k, window)]
+def _share(ring: Ring, x: Tensor, share: int) -> Tensor:
+    """A view of one share of keys kept here: (B, G, pieces, positions, D) of x (B, G, T here, D)."""
+    first, end = ring.shares[share]
+    return x.unflatten(2, (-1, ring.size))[:, :, :, first:end]
 
 
 def _block(
-    here: Part, options: dict[str, Any], a: int, other: int, b: int, q: Any, k: Any, v: Any, sinks: Any, table: Any
+    here: Part, options: dict[str, Any], a: Span, b: Span, q: Any, k: Any, v: Any, sinks: Any, table: Any
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse of the queries q, piece a here, and the keys k and values v, piece b of process `other`."""
+    """Out and lse of the queries q, those of span a, and the keys k and values v, those of span b."""
     ring = here.ring
-    first, key = ring.starts(ring.place)[a], ring.starts(other)[b]
     segments, lengths = ring.segments, ring.lengths
-    with placed(replace(here, corner=(first, key), whole=(ring.length, ring.length))):
+    with placed(replace(here, corner=(a.first, b.first), whole=(ring.length, ring.length))):
         return attention_with_lse(
             q, k, v,
             **options | {
-                "q_offset": first - key,
-                "kv_lengths": None if lengths is None else (lengths - key).clamp(0, ring.size),
-                "q_segments": None if segments is None else segments[:, first : first + ring.size],
-                "kv_segments": None if segments is None else segments[:, key : key + ring.size],
-                "bias": _distances(here, first, key, ring.size, table, q),
+                "q_offset": a.first - b.first,
+                "kv_lengths": None if lengths is None else (lengths - b.first).clamp(0, b.size),
+                "q_segments": None if segments is None else segments[:, a.first : a.first + a.size],
+                "kv_segments": None if segments is None else segments[:, b.first : b.first + b.size],
+                "bias": _distances(here, a, b, table, q),
                 # With one part of the keys only: the query's own.
-                "sinks": sinks if first == key else None,
+                "sinks": sinks if a.first == b.first else None,
             },
         )  # fmt: skip
 
 
-def _distances(here: Part, first: int, key: int, size: int, table: Tensor | None, q: Tensor) -> Tensor | None:
-    """What ALiBi or a relative bias adds for queries from `first` and keys from `key` on: (1, H, size, size)."""
+def _distances(here: Part, a: Span, b: Span, table: Tensor | None, q: Tensor) -> Tensor | None:
+    """What ALiBi or a relative bias adds for queries of span a and keys of span b: (1, H, queries, keys)."""
     if here.distance is None:
         return None
-    config = here.distance[0]
+    config, away = here.distance[0], a.first - b.first
     if table is None:
-        offset = torch.full((1,), first - key, device=q.device)
+        offset = torch.full((1,), away, device=q.device)
         wide = "float64" if q.dtype == torch.float64 else "float32"
-        bias = alibi_bias(config.heads, size, q_offset=offset, dtype=wide)
+        bias = alibi_bias(config.heads, a.size, b.size, q_offset=offset, dtype=wide)
     else:
         bias = relative_bias(
-            table, size, buckets=config.relative_buckets, max_distance=config.relative_max_distance,
-            bidirectional=not config.is_causal, q_offset=first - key,
+            table, a.size, b.size, buckets=config.relative_buckets, max_distance=config.relative_max_distance,
+            bidirectional=not config.is_causal, q_offset=away,
         )[None]  # fmt: skip
     return bias if here.heads is None else bias[:, here.head : here.head + q.shape[1]]
 
 
-def _visits(ring: Ring, window: Any, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(process, its keys, its values), own first; the next ones travel while these are worked on.
+def _visits(ring: Ring, window: Any, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """(process, share, its keys, its values), own first; the next ones travel while these are worked on.
 
-    Keys that nobody here needs are not sent: they come as they are here, and `_pairs` finds nothing in them.
+    Keys and values are (B, G, pieces, positions of the share, D). Those that nobody here needs are not sent: they come
+    as they are here, and `pairs` finds nothing in them.
     """
-    coming = _exchange(ring, window, 1, k, v)
-    yield ring.place, k, v
-    for step in range(1, ring.count):
+    shares = range(len(ring.shares))
+    turns = [(step, share) for step in range(1, ring.count) for share in shares]
+    coming = _exchange(ring, window, *turns[0], k, v)
+    for share in shares:
+        yield ring.place, share, _share(ring, k, share), _share(ring, v, share)
+    for (step, share), following in zip(turns, [*turns[1:], None], strict=True):
         (keys, values), works = coming
         for work in works:
             work.wait()
-        coming = _exchange(ring, window, step + 1, k, v)
-        yield (ring.place - step) % ring.count, keys, values
+        if following is not None:
+            coming = _exchange(ring, window, *following, k, v)
+        yield (ring.place - step) % ring.count, share, keys, values
 
 
-def _exchange(ring: Ring, window: Any, step: int, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], list[Any]]:
-    """Begin to send the keys here `step` places on, and to take those from as many places back."""
+def _exchange(
+    ring: Ring, window: Any, step: int, share: int, k: Tensor, v: Tensor
+) -> tuple[tuple[Tensor, Tensor], list[Any]]:
+    """Begin to send a share of the keys here `step` places on, and to take one from as many places back."""
     to, other = (ring.place + step) % ring.count, (ring.place - step) % ring.count
-    operations, coming = [], (k, v)
-    if step < ring.count:
-        if ring.needs(to, ring.place, window):
-            operations += [_operation(ring, dist.isend, x.contiguous(), to) for x in (k, v)]
-        if ring.needs(ring.place, other, window):
-            coming = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))  # type: ignore[assignment]
-            operations += [_operation(ring, dist.irecv, x, other) for x in coming]
+    own = _share(ring, k, share), _share(ring, v, share)
+    operations, coming = [], own
+    if ring.needs(to, ring.place, window):
+        operations += [_operation(ring, dist.isend, x.contiguous(), to) for x in own]
+    if ring.needs(ring.place, other, window):
+        coming = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in own)  # type: ignore[assignment]
+        operations += [_operation(ring, dist.irecv, x, other) for x in coming]
     return coming, dist.batch_isend_irecv(operations) if operations else []
 
 
-def _give_back(ring: Ring, window: Any, other: int, sent: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
-    """Send the gradients of `other`'s keys to it, and add those that come for the keys here."""
+def _give_back(
+    ring: Ring, window: Any, other: int, share: int, sent: dict[str, Tensor], totals: dict[str, Tensor]
+) -> None:
+    """Send the gradients of a share of `other`'s keys to it, and add those that come for the keys here."""
     to, operations, coming = (2 * ring.place - other) % ring.count, [], {}
     if ring.needs(ring.place, other, window):
         operations += [_operation(ring, dist.isend, x, other) for x in sent.values()]
     if ring.needs(to, ring.place, window):
-        coming = {name: torch.empty_like(totals[name]).contiguous() for name in sent}
+        coming = {name: torch.empty_like(x) for name, x in sent.items()}
         operations += [_operation(ring, dist.irecv, x, to) for x in coming.values()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     for name, x in coming.items():
-        totals[name] += x
+        _share(ring, totals[name], share).add_(x)
 
 
 def _operation(ring: Ring, kind: Any, x: Tensor, place: int) -> dist.P2POp:

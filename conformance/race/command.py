@@ -27,6 +27,7 @@ EPILOG = """examples:
   conformance race --sweep length --with torch,torch-lstm,torch-gru --values 64,128,256,512
   conformance race --profile --with torch,jax --size small
   conformance race --devices 2 --with torch,jax --layout fsdp --png scaling.png
+  conformance race --devices 4 --positions 65536 --json memory.json
 """
 
 
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--values", metavar="A,B", help="the sweep's values (default: around the size)")
     add("--devices", type=int, metavar="N", help="weak and strong scaling over 1, 2, ... N host devices")
     add("--layout", choices=AXES_OF_DEVICES, metavar="AXIS", help=f"of --devices: {_listed(AXES_OF_DEVICES)}")
+    add("--positions", type=int, metavar="T", help="of --devices: memory of attention over one row of T positions")
     add("--profile", action="store_true", help="no race: where each contestant's time goes")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each (default 10)")
     add("--seconds", type=float, default=1.0, metavar="X", help="length of a turn (default 1)")
@@ -104,8 +106,9 @@ def races(options: argparse.Namespace) -> int:
         raise ValueError("--values are those of --sweep, which was not given")
     timing = {name: getattr(options, name) for name in ("rounds", "seconds", "threads", "timeout")}
     kind = {name: getattr(options, name) for name in ("precision", "remat", "measure", "device")}
-    if options.layout is not None and options.devices is None:
-        raise ValueError("--layout is of --devices, which was not given")
+    if options.devices is None and (options.layout is not None or options.positions is not None):
+        given = "--layout is" if options.positions is None else "--positions are"
+        raise ValueError(f"{given} of --devices, which was not given")
     if options.devices is not None and (options.sweep is not None or options.profile):
         raise ValueError("--devices is a measurement of its own: it goes with neither --sweep nor --profile")
     if options.sweep is None and not options.profile and options.devices is None:
@@ -114,6 +117,8 @@ def races(options: argparse.Namespace) -> int:
         raise ValueError("a sweep, a profile and --devices have one --size")
     check(sizes, names, options.rounds, options.seconds, options.threads, options.architecture, options.precision,
           options.measure, options.device)  # fmt: skip
+    if options.positions is not None:
+        return positions(names, options)
     if options.devices is not None:
         if len(options.architecture or ()) > 1:
             raise ValueError("--devices has one --architecture")
@@ -127,6 +132,21 @@ def races(options: argparse.Namespace) -> int:
         say=say, **timing,
     )  # fmt: skip
     return finish(document, options)
+
+
+def positions(names: Sequence[str], options: argparse.Namespace) -> int:
+    """Attention over one long row: what a process holds of it."""
+    from .long import FRAMEWORKS, long
+
+    other = [name for name in ("size", "architecture", "layout", "threads", "html") if getattr(options, name)]
+    other += [name for name in ("measure", "precision", "device", "remat", "rounds", "seconds")
+              if getattr(options, name) != parser().get_default(name)]  # fmt: skip
+    if other:
+        raise ValueError(f"--positions measures one thing, in one way: it does not go with --{other[0]}")
+    chosen = FRAMEWORKS if options.contestants == "ours" else names
+    found = long(options.devices, options.positions, chosen, timeout=options.timeout, say=say)
+    status = finish(found, options)
+    return status or int(any(row["status"] != "measured" for row in found["long"]["rows"]))
 
 
 def profiles(task: Task, names: Sequence[str], options: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ def draw(document: dict[str, Any], path: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    for kind, size, drawing in (("scaling", (10, 3.6), draw_scaling), ("sweep", (7, 4.5), draw_sweep)):
+    for kind, size, drawing in (("scaling", (10, 3.6), draw_scaling), ("sweep", (7, 4.5), draw_sweep),
+                                ("long", (5, 3.6), draw_long)):  # fmt: skip
         if document.get(kind):
             figure = Figure(figsize=size, dpi=120, layout="constrained")
             FigureCanvasAgg(figure)
@@ -93,4 +94,26 @@ def draw_scaling(figure: Any, scaled: dict[str, Any]) -> None:
         axes.set_xlabel("devices (hollow: they share processors)")
         axes.set_ylabel("work in the same time, one device = 1")
         axes.set_title("apart" if kind == "apart" else f"{kind} scaling, {scaled['axis']}", fontsize=10)
+        axes.legend(fontsize=7)
+
+
+def draw_long(figure: Any, found: dict[str, Any]) -> None:
+    """What a process holds of a long row against their number, and the share that would be ideal, in logarithms."""
+    axes = figure.subplots()
+    rows = [row for row in found["rows"] if row["status"] == "measured"]
+    counts = sorted({row["devices"] for row in rows} or {1})
+    for number, name in enumerate(dict.fromkeys(row["contestant"] for row in rows)):
+        own = [row for row in rows if row["contestant"] == name]
+        held, colour = [row["held"] / 1e6 for row in own], f"C{number}"
+        axes.plot([row["devices"] for row in own], held, "o-", color=colour, label=name)
+        axes.plot(counts, [held[0] / count for count in counts], ":", color=colour, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set_xticks(counts)
+    axes.set_xlabel("processes (dotted: the whole's share)")
+    axes.set_ylabel("MB in each")
+    axes.set_title(f"attention over {found['positions']:,} positions, both passes", fontsize=10)
+    if rows:
         axes.legend(fontsize=7)

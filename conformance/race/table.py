@@ -8,6 +8,7 @@ import sys
 from typing import Any, TextIO
 
 from . import scaling
+from .long import LONG, long_cells, long_line
 from .sweep import sentences
 
 HEADINGS = ("contestant", "class", "ms", "quartiles", "of best", "95 % interval", "tokens/s", "of peak", "compile s",
@@ -84,7 +85,10 @@ def _print(document: dict[str, Any], file: TextIO, width: int, colour: bool) -> 
     from rich.table import Table
 
     console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)
-    console.print(escape(place_line(document)))
+    if document.get("long"):
+        _print_long(console, document)
+    else:
+        console.print(escape(place_line(document)))
     swept, scaled = document.get("sweep"), document.get("scaling")
     if scaled:
         _print_scaling(console, document)
@@ -185,3 +189,23 @@ def _print_scaling(console: Any, document: dict[str, Any]) -> None:
                 console.print(escape(text), soft_wrap=True, style="red")
     for sentence in scaling.sentences(document["scaling"]):
         console.print(escape(sentence), soft_wrap=True)
+
+
+def _print_long(console: Any, document: dict[str, Any]) -> None:
+    """What a process holds of a long row, and who failed."""
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    console.print(escape(document["environment"]["processor"]))
+    console.print(f"[bold]{escape(long_line(document))}[/]")
+    table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(LONG):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for cells in long_cells(document):
+        if len(cells) == len(LONG):
+            table.add_row(*map(escape, cells))
+        else:
+            console.print(escape(f"{cells[0]}, {cells[1]} processes: {cells[2]}"), soft_wrap=True, style="red")
+    if table.row_count:
+        console.print(table)

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ __all__ = [
     "REFUSED",
     "TRAIN",
     "apart",
-    "attention_over",
     "batches",
+    "check_unlike",
     "config_of",
     "free_port",
     "killed_at_random",
@@ -82,6 +81,35 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+# What two processes have unlike, one after the other, and what both say of it.
+UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"lr": 0.01}, {"lr": 0.02}, "the same TrainConfig: process {other} has {{'lr': 0.0{theirs}}}"),
+    (
+        {"version": "1.0"},
+        {"version": "2.0"},
+        "the same version of attention-conformance: process {other} has '{theirs}.0'",
+    ),
+]
+
+
+def check_unlike(command: list[str], more: dict[str, str]) -> None:
+    """Two processes, started with `command` and a job each, end with a clear error where they are not alike."""
+    for *unlike, words in UNLIKE:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
+                       "WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), **more}  # fmt: skip
+        started = [
+            subprocess.Popen(
+                [*command, json.dumps({"do": "begun", "parallel": {"data": 2}, **own})],
+                env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+            )
+            for rank, own in enumerate(unlike)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=280)[1] for process in started]
+        for rank, text in enumerate(said):
+            want = words.format(other=1 - rank, theirs=2 - rank)
+            assert started[rank].returncode == 1 and f"ValueError: all processes must have {want}" in text, text[-3000:]
+
+
 def killed_at_random(command: list[str], more: dict[str, str], folder: Path, seed: int) -> str:
     """Two processes that step and save in turns; one is killed at any moment. What the other one says of its end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -110,23 +138,3 @@ def killed_at_random(command: list[str], more: dict[str, str], folder: Path, see
     said = json.loads(file.read_text())
     assert said["ended"] - killed < 60
     return str(said["said"])
-
-
-def attention_over(framework: str, count: int, lengths: list[int], folder: Path) -> dict[int, int]:
-    """Positions -> peak memory of a process, of `parallel_long.py` on so many; what comes out is compared there."""
-    here, out = Path(__file__).parent, folder / f"{framework}-{count}.json"
-    command = [sys.executable, str(here / "parallel_long.py"), framework, str(out), str(folder), *map(str, lengths)]
-    # What is freed goes back at once, so that the peak is of what is held.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parents[1]), "JAX_PLATFORMS": "cpu",
-                   "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "WORLD_SIZE": str(count),
-                   "MASTER_PORT": str(free_port())}  # fmt: skip
-    started = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(count)
-    ]
-    words = [process.communicate(timeout=1500)[1] for process in started]
-    assert all(process.returncode == 0 for process in started), "".join(said[-2000:] for said in words)
-    said = json.loads(out.read_text())
-    # float32 over as many keys, relative to the largest entry: measured 2e-6.
-    assert len(said) == count and max(row["apart"] for row in said) <= 2e-5, said
-    return {length: max(row["memory"][str(length)] for row in said) for length in lengths}

@@ -19,7 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from parallel_cases import apart, batches, config_of, refusals, train_of
 
 import backend_jax as B
+from backend_jax import parallel as layouts
 from backend_jax import place
+from backend_jax import ring as ring_of
 from backend_jax.parallel import make_mesh
 from backend_jax.processes import connect
 from backend_jax.ring import Ring, ring_attention
@@ -83,6 +85,7 @@ def ring(cases: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
             "q_segments": np.sort(rng.integers(0, 3, (2, length)), 1)}  # fmt: skip
     for case in cases:
         options = OPTIONS | (more if case.pop("more", False) else {}) | case
+        ring_of.LEAST = options.pop("least", 2048)
         window = options["window"] = None if options["window"] is None else tuple(options["window"])
         causal, segments = options["causal"], options["q_segments"]
         order = place.columns_of(Layout(context=count), length, causal)
@@ -99,17 +102,21 @@ def ring(cases: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
         with place.spread_over(make_mesh(Layout(context=count)), causal):
             got = jax.jit(with_gradients(spread))(*arrays)
         apart = max(float(np.max(np.abs(a - b))) for a, b in zip(want, got, strict=True))
-        found.append({"apart": apart, "legs": Ring(count, length, 4, causal, window, (), None).legs()})
+        here = Ring(count, length, 4, causal, window, (), None)
+        found.append({"apart": apart, "legs": here.legs(), "shares": here.shares})
     return found
 
 
 def room(counts: list[int], length: int) -> list[int]:
-    """Bytes that XLA sets aside on a device for attention, forward and backward, spread over so many."""
+    """Bytes that XLA sets aside on a device for attention, forward and backward, over so many; 1 is the whole."""
     found = []
     for count in counts:
         mesh = make_mesh(Layout(context=count), jax.devices()[:count])
         sharding = NamedSharding(mesh, PartitionSpec(None, None, "context", None))
-        work = with_gradients(lambda q, k, v: ring_attention(q, k, v, dict(OPTIONS)))
+        if count == 1:
+            work = with_gradients(lambda q, k, v: B.attention(q, k, v, causal=True))
+        else:
+            work = with_gradients(lambda q, k, v: ring_attention(q, k, v, dict(OPTIONS)))
         with place.spread_over(mesh, True):
             x = jax.ShapeDtypeStruct((1, 1, length, 64), np.float32, sharding=sharding)
             said: Any = jax.jit(work, out_shardings=sharding).lower(x, x, x, x).compile().memory_analysis()
@@ -140,6 +147,13 @@ def killed(parallel: dict[str, int], folder: str, victim: int) -> dict[str, Any]
     return trainer.step(batches(3)[2])
 
 
+def begun(parallel: dict[str, int], version: str | None = None, **more: Any) -> None:
+    """Make a trainer, as a process of another version does it."""
+    if version is not None:
+        layouts.__version__ = version
+    B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, **more))
+
+
 def until(parallel: dict[str, int], folder: str) -> None:
     """Updates, each saved, until another process is lost; says how that ends, and when."""
     trainer = B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, steps=100_000))
@@ -161,7 +175,7 @@ def main(out: str, devices: int, jobs: list[str]) -> None:
         connect(f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     works: dict[str, Any] = {
         "compared": compared, "compiled": compiled, "ring": ring, "room": room, "resumed": resumed, "killed": killed,
-        "until": until,
+        "until": until, "begun": begun,
         "refused": lambda: refusals(B),
     }  # fmt: skip
     found = [works[job.pop("do", "compared")](**job) for job in map(json.loads, jobs)]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from parallel_cases import apart, batches, config_of, refusals, train_of
 
 import backend_torch as B
+from backend_torch import processes, ring
 
 
 def train(parallel: dict[str, int] | None, model: str, steps: int, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -25,6 +26,20 @@ def train(parallel: dict[str, int] | None, model: str, steps: int, **more: Any) 
     dtype = "float64" if config.precision == "float64" else "float32"
     trainer = B.Trainer(B.Transformer(config_of(model), seed=3, dtype=dtype), config)
     return trainer, [trainer.step(batch) for batch in batches(steps)]
+
+
+def shared(parallel: dict[str, int], model: dict[str, Any], length: int) -> dict[str, Any]:
+    """How far a run whose keys travel in several shares is from one on one process."""
+    ring.LEAST = 1
+    config = B.ModelConfig.from_dict({**config_of("plain").to_dict(), "max_length": length, **model})
+    rows = batches(2, T=length)
+    found = []
+    for layout in (None, parallel):
+        trainer = B.Trainer(B.Transformer(config, seed=3, dtype="float64"), train_of(layout))
+        found.append(([trainer.step(batch)["grad_norm"] for batch in rows], B.get_params(trainer.model)))
+    here = ring.Ring(None, 0, parallel["context"], length, config.is_causal)
+    norms = max(abs(a / b - 1.0) for a, b in zip(*(norms for norms, _ in found), strict=True))
+    return {"shares": here.shares, "apart": max(norms, apart(*(params for _, params in found)))}
 
 
 def compared(parallel: dict[str, int], model: str = "plain", steps: int = 20, **more: Any) -> dict[str, Any]:
@@ -93,6 +108,13 @@ def killed(parallel: dict[str, int], folder: str) -> dict[str, Any]:
     os._exit(0)  # a group with a dead process cannot be taken down in order
 
 
+def begun(parallel: dict[str, int], version: str | None = None, **more: Any) -> None:
+    """Make a trainer, as a process of another version does it."""
+    if version is not None:
+        processes.__version__ = version
+    B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, **more))
+
+
 def until(parallel: dict[str, int], folder: str) -> None:
     """Updates, each saved, until another process is lost; says how that ends, and when."""
     trainer = B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, steps=100_000))
@@ -111,7 +133,8 @@ def until(parallel: dict[str, int], folder: str) -> None:
 def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     works: dict[str, Any] = {
-        "compared": compared, "sent": sent, "partners": partners, "resumed": resumed, "killed": killed, "until": until,
+        "begun": begun, "compared": compared, "shared": shared,
+        "sent": sent, "partners": partners, "resumed": resumed, "killed": killed, "until": until,
         "refused": lambda: refusals(B),
     }  # fmt: skip
     found = []

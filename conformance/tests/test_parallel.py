@@ -146,3 +146,29 @@ def test_processes_stop_when_any_of_them_is_interrupted(tmp_path, monkeypatch):
     words = ["train", "--steps", "9", "--batch", "1", "--plain", "--out", str(tmp_path / "run")]
     assert cli.main(C, words) == 130
     assert asked == [False] * 3 and C.Trainer.load(tmp_path / "run").updates == 2
+
+
+def test_processes_that_would_each_train_by_themselves_are_refused(tmp_path, monkeypatch, capsys):
+    from core_numpy.contract import cli
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for start in (["--steps", "1", "--out", str(tmp_path / "run")], ["--resume", str(tmp_path / "run")]):
+        assert cli.main(C, ["train", *start]) == 2
+        assert "--parallel must say how the 2 processes that were started share the run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_windows_that_do_not_fall_into_equal_parts_are_refused_before_there_is_a_folder(tmp_path, monkeypatch, capsys):
+    """A stand-in for a backend that has layouts."""
+    from core_numpy.contract import cli
+
+    class Trainer(C.Trainer):
+        def __init__(self, model, config):
+            super().__init__(model, config.replace(parallel=None))
+
+    monkeypatch.setattr(C, "Trainer", Trainer)
+    words = ["train", "--steps", "1", "--batch", "2", "--length", "6", "--parallel", "context=2"]
+    assert cli.main(C, [*words, "--out", str(tmp_path / "run")]) == 2
+    assert "tokens must have a length that is a multiple of 4" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -154,6 +154,21 @@ def test_however_keys_travel_all_devices_together_give_the_whole(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_keys_that_travel_in_shares_give_the_whole(tmp_path):
+    # Pieces of 12 positions in 6 shares of 2 where causal, of 24 in 8 of 3 where not.
+    cases = [
+        {"least": 1},
+        {"least": 1, "more": True, "window": [17, 0]},
+        {"least": 1, "more": True, "causal": False, "window": [9, 30]},
+        {"least": 5, "more": True},
+    ]
+    found = run(4, [{"do": "ring", "cases": cases, "length": 96}], tmp_path)[0]
+    assert [row["shares"] for row in found] == [6, 6, 8, 2]
+    assert max(row["apart"] for row in found) <= 1e-13, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_of_two_devices_train_as_one(tmp_path):
     judge(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}, "model": "small", "steps": 3}], tmp_path), 1)
 
@@ -172,26 +187,11 @@ def test_a_checkpoint_of_two_processes_resumes_in_another_layout_and_in_the_refe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
-def test_attention_over_65536_positions_on_several_processes_is_the_whole_with_its_share_of_memory(
-    tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(HERE)
-    from parallel_cases import attention_over
-
-    lengths = [32768, 65536]
-    memory = {count: attention_over("jax", count, lengths, tmp_path) for count in (1, 4)}
-    grown = {count: found[65536] - found[32768] for count, found in memory.items()}
-    assert grown[4] < grown[1], memory
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_a_device_holds_of_65536_positions_falls_as_their_number_grows(tmp_path, monkeypatch):
     """Read off the programs: what XLA sets aside on each of 2, 4 and 8 devices, arguments and results included."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
     monkeypatch.setitem(FAST, "JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
-    two, four, eight = run(8, [{"do": "room", "counts": [2, 4, 8], "length": 65536}], tmp_path)[0]
-    # Blocks of scores are the same on any number; on two devices nobody passes keys on: a pair of buffers less.
-    assert 0.45 <= four / two <= 0.57 and 0.45 <= eight / four <= 0.55, (two, four, eight)
+    one, two, four, eight = run(8, [{"do": "room", "counts": [1, 2, 4, 8], "length": 65536}], tmp_path)[0]
+    # Blocks of scores and the shares that travel are the same on any number.
+    assert two / one <= 0.65 and four / two <= 0.65 and eight / four <= 0.65, (one, two, four, eight)

@@ -81,6 +81,21 @@ def test_bfloat16_and_other_optimisers_are_spread_too(tmp_path):
     judge(run(2, jobs, tmp_path), 2)
 
 
+@pytest.mark.slow
+def test_keys_that_travel_in_shares_give_what_one_process_gives(tmp_path):
+    models = [
+        {},
+        {"window": [5, 0], "positions": "relative", "sinks": True},
+        {"kind": "encoder", "positions": "alibi", "window": [7, 4]},
+    ]
+    # Pieces of 13 and of 26 positions in eight shares of unlike size, with dropout, ragged rows and grouped heads.
+    jobs = [{"do": "shared", "parallel": {"context": 2}, "model": model, "length": 52} for model in models]
+    found = run(2, jobs, tmp_path)
+    assert [len(row["shares"]) for row in found] == [8, 8, 8]
+    assert {end - first for first, end in found[0]["shares"]} == {1, 2}
+    assert max(row["apart"] for row in found) <= TOLERANCE, found
+
+
 def expected(parallel: dict) -> dict[str, int]:
     """Kind -> bytes of one update of the small model, as the cost model counts them."""
     from parallel_cases import config_of
@@ -136,6 +151,43 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(TimeoutError, match=r"process 1, 2 of 3 has not come within 1 s"):
         connect({}, torch.device("cpu"), timeout=1)
+
+
+def test_without_process_0_the_others_name_it(monkeypatch):
+    from backend_torch.processes import connect
+
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(TimeoutError, match=r"process 0 of 2 has not come within 1 s"):
+        connect({}, torch.device("cpu"), timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "needs the processes that torchrun starts"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "needs MASTER_ADDR, MASTER_PORT beside RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK must be a number b"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "'MASTER_PORT': 'x'"),
+    ],
+)
+def test_what_torchrun_would_set_is_asked_for_by_name(environment, words, monkeypatch):
+    from backend_torch.processes import connect
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        connect({}, torch.device("cpu"), timeout=1)
+
+
+@pytest.mark.slow
+def test_processes_with_other_configurations_or_versions_refuse_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import check_unlike
+
+    check_unlike([sys.executable, str(HERE / "parallel_torch.py"), str(tmp_path / "out")], {"MASTER_ADDR": "localhost"})
 
 
 @pytest.mark.slow
@@ -255,20 +307,3 @@ def test_ctrl_c_ends_all_processes_after_the_same_update_and_saves(tmp_path):
     import backend_torch as B
 
     assert B.Trainer.load(tmp_path / "run").updates == int(folder.name[5:]) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
-def test_attention_over_65536_positions_on_several_processes_is_the_whole_with_its_share_of_memory(
-    tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(HERE)
-    from parallel_cases import attention_over
-
-    lengths = [32768, 65536]
-    memory = {count: attention_over("torch", count, lengths, tmp_path) for count in (1, 2, 4)}
-    # What grows with the positions; blocks of scores and the like are the same for any number.
-    grown = {count: found[65536] - found[32768] for count, found in memory.items()}
-    assert 1.8 <= grown[2] / grown[4] <= 2.2, memory
-    assert memory[4][65536] < memory[1][65536], memory

@@ -70,11 +70,14 @@ def parse_parallel(text: str) -> dict[str, int]:
     return found
 
 
-def check_layout(layout: Layout, config: ModelConfig, train: TrainConfig, devices: int, what: str) -> None:
-    """A layout of a model over `devices` devices (`what` they are: "processes", "devices")."""
+def check_layout(
+    layout: Layout, config: ModelConfig, train: TrainConfig, devices: int, what: str, hint: str = ""
+) -> None:
+    """A layout of a model over `devices` devices (`what` they are: "processes", "devices"; how to have more)."""
     if layout.devices != devices:
         raise ValueError(
             f"config.parallel must multiply up to the number of {what} ({devices}); {layout} needs {layout.devices}"
+            f"{hint}"
         )
     if layout.tensor > 1:
         for name, size in (("heads", config.heads), ("kv_heads", config.groups), ("hidden", config.hidden_size)):

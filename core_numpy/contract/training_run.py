@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from .checkpoints import read_checkpoint
 from .config import ModelConfig, TrainConfig
 from .cost import step_cost
 from .data import batches, evaluation_batches, prefetch, split
+from .parallel import Layout, check_parallel_batch
 from .peak import measure_peak
 from .plots import draw_losses
 from .progress import Progress, bits_per_byte
@@ -120,6 +122,7 @@ def begin(
     parallel: dict[str, int] | None = None,
 ) -> Session:
     """A new run, in a folder of its own."""
+    _check_alone(parallel)
     size = given.size or "tiny"
     shape = SIZES[size]
     defaults = Settings(
@@ -140,6 +143,7 @@ def begin(
     folder = _new_folder(Path(out) if out is not None else None, f"{name}-{size}")
     model = backend.Transformer(config, seed=schedule.seed, dtype=master(schedule), device=device)
     trainer = backend.Trainer(model, schedule)
+    _check_windows(parallel, config, settings)
     share = _share(backend, config, settings, device)
     described = f"{name}, {size}: {_parameters(config):,} parameters, {len(train):,} {source.unit}s of {source.label}"
     return Session(trainer, name, folder, placed(settings), source, train, validation, share, described)
@@ -156,6 +160,7 @@ def resume(
     parallel: dict[str, int] | None = None,
 ) -> Session:
     """A run that goes on where a checkpoint, of any backend, ends; with a constant rate `steps` may be another."""
+    _check_alone(parallel)
     checkpoint = read_checkpoint(folder)
     stored = stored_settings(checkpoint)
     free = {"text", "data", "checkpoint_every", "evaluate_every"} | (
@@ -185,12 +190,29 @@ def resume(
         what = "give --steps above that" if "steps" in free else f"the end of its {stored.schedule} schedule"
         raise ValueError(f"{checkpoint.path} has {checkpoint.step} updates already: {what}")
     trainer = backend.Trainer.load(checkpoint.path, device=device, parallel=parallel)
+    _check_windows(parallel, checkpoint.config, settings)
     if settings.steps > trainer.config.steps:  # the checkpoints to come say how far the run goes
         trainer.config = trainer.config.replace(steps=settings.steps)
     share = _share(backend, checkpoint.config, settings, device)
     where = Path(out) if out is not None else run_folder(checkpoint)
     described = f"{name}: {_parameters(checkpoint.config):,} parameters, going on after update {checkpoint.step}"
     return Session(trainer, name, where, placed(settings), source, train, validation, share, described)
+
+
+def _check_alone(parallel: dict[str, int] | None) -> None:
+    """Processes that torchrun started share a run, or each would train by itself and write into the same folder."""
+    count = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if parallel is None and count.isdecimal() and int(count) > 1:
+        raise ValueError(
+            f"--parallel must say how the {count} processes that were started share the run, data={count} say: without "
+            "it each would train by itself"
+        )
+
+
+def _check_windows(parallel: dict[str, int] | None, config: ModelConfig, settings: Settings) -> None:
+    """The windows of a run in their layout, which a trainer sees with the first batch, when there is a folder."""
+    windows = np.broadcast_to(0, (settings.batch, settings.length))
+    check_parallel_batch(Layout.of(parallel), config, {"tokens": windows}, 1)
 
 
 def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device: str | None) -> float:

@@ -1,9 +1,9 @@
-"""One process of attention over many positions: `parallel_long.py torch|jax OUT FOLDER POSITIONS...`.
+"""One process of attention over many positions: `long_worker torch|jax OUT FOLDER PIECES POSITIONS...`.
 
-On one process the whole is computed by `attention` and kept in FOLDER; on several (RANK, WORLD_SIZE, MASTER_PORT) it
-is spread over the context axis, and each holds what it has against what was kept. The first writes the figures of
-all: how far apart, and for each number of positions the peak of memory that the call took, forward and backward,
-beyond what the process had before.
+On one process the whole is computed by `attention` and kept in FOLDER, in PIECES pieces; on several (RANK, WORLD_SIZE,
+MASTER_PORT) it is spread over the context axis, and each holds what it has against what was kept. The first writes the
+figures of all: how far apart, and for each number of positions the peak of memory that the call took, forward and
+backward, beyond what the process had before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,24 @@ import numpy as np
 from core_numpy.contract.parallel import pieces_of
 
 HEADS, SIZE = 1, 64
-# A run over any number of processes up to four holds whole pieces of these.
-PIECES = 8
 ARRAYS = ("q", "k", "v", "grad")
 FOUND = ("out", "dq", "dk", "dv")
+# What comes out and the gradients, of the positions that are here; bytes beyond those held before; seconds.
+Found = tuple[dict[str, np.ndarray], int, float]
 
 
-def held(place: int, count: int) -> list[int]:
-    """The pieces of one process, in the order in which a ring keeps them."""
-    each = PIECES // (2 * count)
+def held(place: int, count: int, pieces: int) -> list[int]:
+    """The pieces of one process, of so many of a row, in the order in which a ring keeps them."""
+    each = pieces // (2 * count)
     return [start * each + i for start in pieces_of(place, count, True) for i in range(each)]
 
 
-def part(what: str, numbers: list[int], length: int) -> np.ndarray:
+def part(what: str, numbers: list[int], size: int) -> np.ndarray:
     """(1, H, T here, D) of q, k, v or the gradient of what comes out; nobody makes more than it holds."""
     made = []
     for number in numbers:
-        rng = np.random.default_rng([ARRAYS.index(what), number, length])
-        made.append(rng.standard_normal((1, HEADS, length // PIECES, SIZE), dtype=np.float32))
+        rng = np.random.default_rng([ARRAYS.index(what), number, size])
+        made.append(rng.standard_normal((1, HEADS, size, SIZE), dtype=np.float32))
     return np.concatenate(made, 2)
 
 
@@ -53,8 +54,8 @@ def forget() -> int:
     return peak()
 
 
-def torch_work(length: int, rank: int, count: int) -> tuple[dict[str, np.ndarray], int]:
-    """What comes out and the gradients, of the pieces that are here; and bytes beyond those held before."""
+def torch_work(numbers: list[int], size: int, length: int, rank: int, count: int) -> Found:
+    """In torch: `attention` of the whole on one process, the ring on several."""
     import torch
     import torch.distributed as dist
 
@@ -62,24 +63,24 @@ def torch_work(length: int, rank: int, count: int) -> tuple[dict[str, np.ndarray
     from backend_torch.place import Part
     from backend_torch.ring import Ring, ring_attention
 
-    numbers = held(rank, count)
     before = forget()
-    q, k, v, grad = (torch.from_numpy(part(what, numbers, length)) for what in ARRAYS)
+    q, k, v, grad = (torch.from_numpy(part(what, numbers, size)) for what in ARRAYS)
     for x in (q, k, v):
         x.requires_grad_()
+    began = time.perf_counter()
     if count == 1:
         out = B.attention(q, k, v, causal=True)
     else:
         here = Part(ring=Ring(dist.group.WORLD, rank, count, length, True))
         out = ring_attention(here, q, k, v, {"causal": True, "window": None, "sinks": None})
     out.backward(grad)
-    taken = peak() - before
+    seconds, taken = time.perf_counter() - began, peak() - before
     found = (out.detach(), q.grad, k.grad, v.grad)
-    return {name: x.numpy() for name, x in zip(FOUND, found, strict=True)}, taken  # type: ignore[union-attr]
+    return {name: x.numpy() for name, x in zip(FOUND, found, strict=True)}, taken, seconds  # type: ignore[union-attr]
 
 
-def jax_work(length: int, rank: int, count: int) -> tuple[dict[str, np.ndarray], int]:
-    """The same; compiled before memory is counted."""
+def jax_work(numbers: list[int], size: int, length: int, rank: int, count: int) -> Found:
+    """The same in JAX; compiled before memory is counted."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -105,17 +106,16 @@ def jax_work(length: int, rank: int, count: int) -> tuple[dict[str, np.ndarray],
     with place.spread_over(mesh, True):
         described = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)] * 4
         compiled = jax.jit(work, out_shardings=sharding).lower(*described).compile()
-    numbers = held(rank, count)
     before = forget()
     arrays = [
-        jax.make_array_from_callback(shape, sharding, lambda index, what=what: part(what, numbers, length))
+        jax.make_array_from_callback(shape, sharding, lambda index, what=what: part(what, numbers, size))
         for what in ARRAYS
     ]
+    began = time.perf_counter()
     found = jax.block_until_ready(compiled(*arrays))
-    taken = peak() - before
-    return {
-        name: np.asarray(x.addressable_shards[0].data) for name, x in zip(FOUND, found, strict=True)
-    }, taken  # fmt: skip
+    seconds, taken = time.perf_counter() - began, peak() - before
+    own = (np.asarray(x.addressable_shards[0].data) for x in found)
+    return dict(zip(FOUND, own, strict=True)), taken, seconds
 
 
 def begin(framework: str, rank: int, count: int) -> Callable[[Any], list[Any]]:
@@ -142,26 +142,27 @@ def begin(framework: str, rank: int, count: int) -> Callable[[Any], list[Any]]:
     return heard
 
 
-def main(framework: str, out: str, folder: str, lengths: list[int]) -> None:
+def main(framework: str, out: str, folder: str, pieces: int, lengths: list[int]) -> None:
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     said_by_all = begin(framework, rank, count)
     work = {"torch": torch_work, "jax": jax_work}[framework]
+    numbers = held(rank, count, pieces)
     # What is made once - threads, connections, code - is there before it is counted.
-    work(1024, rank, count)
-    apart, memory = 0.0, {}
+    work(numbers, 64, 64 * pieces, rank, count)
+    apart, seconds, memory = 0.0, 0.0, {}
     for length in lengths:
-        found, memory[length] = work(length, rank, count)
+        found, memory[length], seconds = work(numbers, length // pieces, length, rank, count)
         for name, x in found.items():
-            parts = x.reshape(HEADS, PIECES // count, -1, SIZE).swapaxes(0, 1)
-            for i, mine in zip(held(rank, count), parts, strict=True):
-                file = Path(folder) / f"{framework}-{name}-{length}-{i}.npy"
+            parts = x.reshape(HEADS, len(numbers), -1, SIZE).swapaxes(0, 1)
+            for number, mine in zip(numbers, parts, strict=True):
+                file = Path(folder) / f"{framework}-{name}-{length}-{number}.npy"
                 if count == 1:
                     np.save(file, mine)
                 else:
                     want = np.load(file)
                     apart = max(apart, float(np.max(np.abs(mine - want)) / np.max(np.abs(want))))
         del found
-    said = said_by_all({"apart": apart, "memory": memory})
+    said = said_by_all({"apart": apart, "held": memory, "seconds": seconds})
     if rank == 0:
         Path(out).write_text(json.dumps(said), encoding="utf-8")
     if framework == "torch":
@@ -171,4 +172,4 @@ def main(framework: str, out: str, folder: str, lengths: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], [int(word) for word in sys.argv[4:]])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), [int(word) for word in sys.argv[5:]])
