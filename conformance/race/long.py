@@ -146,7 +146,7 @@ def _finish(commands: Sequence[Sequence[str]], shared: Mapping[str, str], timeou
 
 def long_cells(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The cells of the table of `LONG`; a row that failed has its reason."""
-    found = []
+    found: list[tuple[str, ...]] = []
     rows = document["long"]["rows"]
     for row in rows:
         if row["status"] != "measured":

@@ -101,16 +101,16 @@ def jax_work(numbers: list[int], size: int, length: int, rank: int, count: int) 
         out, pull = jax.vjp(forward, q, k, v)
         return out, *pull(grad)
 
+    def given(what: str) -> jax.Array:
+        return jax.make_array_from_callback(shape, sharding, lambda index: part(what, numbers, size))
+
     mesh = make_mesh(Layout(context=count))
     sharding, shape = NamedSharding(mesh, PartitionSpec(None, None, "context", None)), (1, HEADS, length, SIZE)
     with place.spread_over(mesh, True):
         described = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)] * 4
         compiled = jax.jit(work, out_shardings=sharding).lower(*described).compile()
     before = forget()
-    arrays = [
-        jax.make_array_from_callback(shape, sharding, lambda index, what=what: part(what, numbers, size))
-        for what in ARRAYS
-    ]
+    arrays = [given(what) for what in ARRAYS]
     began = time.perf_counter()
     found = jax.block_until_ready(compiled(*arrays))
     seconds, taken = time.perf_counter() - began, peak() - before

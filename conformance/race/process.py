@@ -25,9 +25,13 @@ def package_environment() -> dict[str, str]:
 
 
 class Process:
-    """One worker process. Commands are answered one by one; none is sent while another is out."""
+    """One worker process, of a module that is a `worker.serve`. Commands are answered one by one; none is sent while
+    another is out."""
 
-    def __init__(self, *, threads: int | None, timeout: float, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, threads: int | None, timeout: float, variables: Mapping[str, str] | None = None,
+        module: str = "conformance.race.worker",
+    ) -> None:  # fmt: skip
         self.timeout = timeout
         environment = {**package_environment(), **(variables or {})}
         if threads is not None:
@@ -36,7 +40,7 @@ class Process:
                 environment[name] = str(threads)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives until close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "conformance.race.worker"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
             start_new_session=True,  # Ctrl-C is the parent's; it ends its workers itself
         )  # fmt: skip

@@ -118,18 +118,25 @@ class Worker:
 
 
 def main() -> None:
+    threads = os.environ.get("RACE_THREADS")
+    pin(int(threads) if threads else None, int(os.environ.get("RACE_FIRST", "0")))
+    serve(Worker().answer)
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], *, end_at_errors: bool = False) -> None:
+    """Answer commands until `stop`, or until nobody is there to ask.
+
+    end_at_errors: after the first error, so that others of a group that wait for this process see that it has gone.
+    """
     # Libraries print to stdout as they like; answers go where only they can go.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    threads = os.environ.get("RACE_THREADS")
-    pin(int(threads) if threads else None, int(os.environ.get("RACE_FIRST", "0")))
-    worker = Worker()
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "stop":
             return
         try:
-            found = worker.answer(command)
+            found = answer(command)
         except Exception as error:  # the answer says what happened; the parent decides
             import traceback
 
@@ -137,6 +144,8 @@ def main() -> None:
             found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
         answers.write(json.dumps(found) + "\n")
         answers.flush()
+        if end_at_errors and "error" in found:
+            return
 
 
 if __name__ == "__main__":

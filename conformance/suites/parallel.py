@@ -5,17 +5,14 @@ clipping, dropout, z-loss, smoothing, an average and a schedule are on. Losses, 
 parameter are judged in float64 to the budget of any training run (models.py): the loss is a mean over all counted
 targets and no mean of means, and random numbers do not depend on the layout.
 
-torch has a process for each device, started by torchrun. JAX has one process with that many devices of the host, and
-at the level "full" also two processes that share them.
+torch has a process for each device. JAX has one process with that many devices of the host, and at the level "full"
+also two processes that share them. Processes are kept from row to row, while rows have as many devices.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ import numpy as np
 from ..compare import Disagreement, Tally, check_within
 from ..memory import remembered
 from ..models import Arrays, ModelCase, expected_of
-from ..race.process import package_environment
+from ..race.process import Process, WorkerFailed
 from ..reference import reference
 from ..rows import LEVELS
 from ..runner import Result, judged
@@ -37,6 +34,8 @@ from . import OutsideCase
 
 # Seconds for one row: importing a framework in four processes and compiling, on two busy cores.
 TIMEOUT = 600.0
+# Package, devices and processes -> the processes of these that are there.
+_crews: dict[tuple[str, int, int], list[Process]] = {}
 MODEL: dict[str, Any] = {
     "vocab": 13, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 12, "layers": 2, "max_length": 16,
     "positions": "rotary", "dropout": 0.2, "sinks": True, "qk_norm": True,
@@ -57,11 +56,11 @@ ROWS: tuple[tuple[str, dict[str, int], str], ...] = (
     ("plain", {"fsdp": 2}, "quick"),
     ("plain", {"tensor": 2}, "quick"),
     ("plain", {"context": 2}, "quick"),
-    ("plain", {"data": 2, "fsdp": 2}, "quick"),
     ("other", {"data": 2}, "full"),
     ("other", {"fsdp": 2}, "full"),
     ("other", {"tensor": 2}, "full"),
     ("other", {"context": 2}, "full"),
+    ("plain", {"data": 2, "fsdp": 2}, "quick"),
     ("plain", {"fsdp": 4}, "full"),
     ("plain", {"context": 4}, "full"),
     ("plain", {"data": 2, "tensor": 2}, "full"),
@@ -147,43 +146,45 @@ def answers(package: str, case: LayoutCase, processes: int) -> Arrays:
     """Records and last parameters of a package's run in this layout, in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.npz"
-        work = ["-m", "conformance.suites.parallel_worker", package, case.model, json.dumps(dict(case.parallel)), out]
-        environment = {**package_environment(), "OMP_NUM_THREADS": "1"}
-        if package == "backend_torch":
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            _finish([_start([*launch, *work], environment)])
-        else:
-            each = case.devices // processes
-            flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={each}".strip()
-            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-            if processes > 1:
-                environment |= {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
-            ranks = [{"RANK": str(rank)} for rank in range(processes)] if processes > 1 else [{}]
-            _finish([_start(work, environment | rank) for rank in ranks])
+        command = {"do": "train", "package": package, "model": case.model, "parallel": dict(case.parallel)}
+        key = (package, case.devices, processes)
+        crew = _crew(*key)
+        for member in crew:
+            member.send(command | {"out": str(out)})
+        failed = []
+        for member in crew:
+            try:
+                member.answer("train")
+            except WorkerFailed as error:
+                failed.append(str(error))
+        if failed:
+            for member in _crews.pop(key):
+                member.close()
+            # Those that waited for the one that failed say only that it has gone.
+            raise Disagreement(next((text for text in failed if "waited for another one" not in text), failed[0]))
         with np.load(out) as found:
             return dict(found)
 
 
-def _start(arguments: list[Any], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-
-
-def _finish(started: list[subprocess.Popen[str]]) -> None:
-    """Wait for all; Disagreement with the last words of one that failed. A time-out ends them."""
-    try:
-        words = [process.communicate(timeout=TIMEOUT)[1] for process in started]
-    except subprocess.TimeoutExpired:
-        raise Disagreement(f"no end within {TIMEOUT:g} s") from None
-    finally:
-        for process in started:
-            process.kill()
-    for process, said in zip(started, words, strict=True):
-        if process.returncode != 0:
-            lines = [line for line in said.splitlines() if "Error" in line] or said.splitlines() or ["it said nothing"]
-            raise Disagreement(f"a process ended with {process.returncode}: {lines[-1][:300]}")
+def _crew(package: str, devices: int, processes: int) -> list[Process]:
+    """Processes for so many devices; those for another number are ended. They end with this one."""
+    for key in [key for key in _crews if key[:2] != (package, devices)]:
+        for member in _crews.pop(key):
+            member.close()
+    key = (package, devices, processes)
+    if key not in _crews:
+        shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+        if package == "backend_jax":
+            flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices // processes}"
+            shared |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+        _crews[key] = [
+            Process(
+                threads=1, timeout=TIMEOUT, variables=shared | {"RANK": str(rank)},
+                module="conformance.suites.parallel_worker",
+            )
+            for rank in range(processes)
+        ]  # fmt: skip
+    return _crews[key]
 
 
 def _free_port() -> int:

@@ -193,5 +193,5 @@ def test_what_a_device_holds_of_65536_positions_falls_as_their_number_grows(tmp_
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
     monkeypatch.setitem(FAST, "JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     one, two, four, eight = run(8, [{"do": "room", "counts": [1, 2, 4, 8], "length": 65536}], tmp_path)[0]
-    # Blocks of scores and the shares that travel are the same on any number.
-    assert two / one <= 0.65 and four / two <= 0.65 and eight / four <= 0.65, (one, two, four, eight)
+    # Blocks of scores and the shares that travel are the same on any number; the rest is halved.
+    assert 1.8 <= (two - four) / (four - eight) <= 2.2 and two / one <= 0.6, (one, two, four, eight)
