@@ -25,14 +25,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core_numpy.contract import __version__
 from core_numpy.contract.checkpoints import checkpoint_path, finish_shards
-from core_numpy.contract.config import ModelConfig, TrainConfig
-from core_numpy.contract.parallel import AXES, Layout, check_alike, check_layout, check_parallel_batch
+from core_numpy.contract.config import TrainConfig
+from core_numpy.contract.parallel import (
+    AXES,
+    Layout,
+    check_alike,
+    check_layout,
+    check_parallel_batch,
+    parameters_digest,
+)
 from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, write_shard
 
 from . import place
 from .arrays import to_numpy
 from .folding import Folding
-from .model import Transformer
+from .model import Transformer, named_parameters
 from .program import Program
 from .training import Trainer
 
@@ -84,15 +91,16 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def facts(config: ModelConfig, train: TrainConfig) -> dict[str, Any]:
+def facts(model: Transformer, train: TrainConfig) -> dict[str, Any]:
     """What all processes must have alike."""
     return {
         "version of attention-conformance": __version__,
         "version of JAX": jax.__version__,
         "version of Flax": flax.__version__,
         "version of Python": platform.python_version(),
-        "ModelConfig": config.to_dict(),
+        "ModelConfig": model.config.to_dict(),
         "TrainConfig": train.to_dict(),
+        "parameters": parameters_digest(to_numpy(p[...]) for p in named_parameters(model).values()),
     }
 
 
@@ -118,7 +126,8 @@ class ParallelTrainer(Trainer):
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         self.layout = Layout.of(config.parallel)
-        check_alike(dict(enumerate(said_by_all(facts(model.config, config)))), jax.process_index())
+        if jax.process_count() > 1:
+            check_alike(dict(enumerate(said_by_all(facts(model, config)))), jax.process_index())
         hint = ""
         if jax.default_backend() == "cpu" and jax.process_count() == 1:
             hint = f": on a CPU XLA_FLAGS=--xla_force_host_platform_device_count={self.layout.devices} makes them"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,9 +17,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from core_numpy.contract import __version__
 from core_numpy.contract.config import ModelConfig, TrainConfig
-from core_numpy.contract.parallel import AXES, Layout, check_alike, check_layout, check_present
+from core_numpy.contract.parallel import (
+    AXES,
+    SAMPLE,
+    Layout,
+    check_alike,
+    check_layout,
+    check_present,
+    parameters_digest,
+)
 
-from .model import Transformer
+from .arrays import to_numpy
+from .model import Transformer, named
 from .place import Part
 from .ring import Ring
 
@@ -75,7 +85,14 @@ def facts(model: Transformer, config: TrainConfig) -> dict[str, Any]:
         "ModelConfig": model.config.to_dict(),
         "TrainConfig": config.to_dict(),
         "device": next(model.parameters()).device.type,
+        "parameters": parameters_digest(_few(p) for p in named(model).values() if not hasattr(p, "full_tensor")),
     }
+
+
+def _few(p: Tensor) -> np.ndarray:
+    """Some numbers of a parameter, or of as much of it as is looked at: no more than these leave its device."""
+    flat = p.detach().reshape(-1)
+    return to_numpy(flat[:: max(1, flat.numel() // SAMPLE)])
 
 
 def connect(own: Mapping[str, Any], device: torch.device, timeout: float = TIMEOUT) -> None:

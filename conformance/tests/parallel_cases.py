@@ -83,12 +83,9 @@ def free_port() -> int:
 
 # What two processes have unlike, one after the other, and what both say of it.
 UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"lr": 0.01}, {"lr": 0.02}, "the same TrainConfig: process {other} has {{'lr': 0.0{theirs}}}"),
-    (
-        {"version": "1.0"},
-        {"version": "2.0"},
-        "the same version of attention-conformance: process {other} has '{theirs}.0'",
-    ),
+    ({"lr": 0.01}, {"lr": 0.02}, "TrainConfig: process {other} has {{'lr': 0.0{theirs}}}"),
+    ({"version": "1.0"}, {"version": "2.0"}, "version of attention-conformance: process {other} has '{theirs}.0'"),
+    ({"weights": 1}, {"weights": 2}, "parameters: process {other} has 'of digest "),
 ]
 
 
@@ -107,7 +104,9 @@ def check_unlike(command: list[str], more: dict[str, str]) -> None:
         said = [process.communicate(timeout=280)[1] for process in started]
         for rank, text in enumerate(said):
             want = words.format(other=1 - rank, theirs=2 - rank)
-            assert started[rank].returncode == 1 and f"ValueError: all processes must have {want}" in text, text[-3000:]
+            assert started[rank].returncode == 1 and f"ValueError: all processes must have the same {want}" in text, (
+                text[-3000:]
+            )
 
 
 def killed_at_random(command: list[str], more: dict[str, str], folder: Path, seed: int) -> str:

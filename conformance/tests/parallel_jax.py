@@ -147,11 +147,11 @@ def killed(parallel: dict[str, int], folder: str, victim: int) -> dict[str, Any]
     return trainer.step(batches(3)[2])
 
 
-def begun(parallel: dict[str, int], version: str | None = None, **more: Any) -> None:
-    """Make a trainer, as a process of another version does it."""
+def begun(parallel: dict[str, int], version: str | None = None, weights: int = 0, **more: Any) -> None:
+    """Make a trainer, as a process of another version does it; weights: the seed of its parameters."""
     if version is not None:
         layouts.__version__ = version
-    B.Trainer(B.Transformer(config_of("small"), dtype="float64"), train_of(parallel, **more))
+    B.Trainer(B.Transformer(config_of("small"), seed=weights, dtype="float64"), train_of(parallel, **more))
 
 
 def until(parallel: dict[str, int], folder: str) -> None:

@@ -9,12 +9,17 @@ positions over context; parameters and moments are spread over fsdp, heads and h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .config import ModelConfig, TrainConfig
 
+# Numbers of a parameter that are compared between processes.
+SAMPLE = 4096
 # Outermost first.
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -128,6 +133,15 @@ def context_pieces(context: int, causal: bool) -> int:
 def pieces_of(place: int, context: int, causal: bool) -> tuple[int, ...]:
     """The pieces of one device: c and 2 C - 1 - c, whose causal work is the same for every c; or c alone."""
     return (place, 2 * context - 1 - place) if causal else (place,)
+
+
+def parameters_digest(parameters: Iterable[np.ndarray]) -> str:
+    """Of some numbers of each parameter: what tells processes that another seed or checkpoint was begun from."""
+    found = 0
+    for x in parameters:
+        flat = x.reshape(-1)
+        found = zlib.crc32(np.ascontiguousarray(flat[:: max(1, flat.size // SAMPLE)]).tobytes(), found)
+    return f"of digest {found:08x}"
 
 
 def check_alike(facts: Mapping[int, Mapping[str, Any]], own: int) -> None:
