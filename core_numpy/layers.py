@@ -73,8 +73,8 @@ def layer_norm(x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None
     w, b = (None if p is None else np.asarray(p, dtype=np.float64) for p in (weight, bias))
 
     def normal(x: np.ndarray) -> np.ndarray:
-        centred = x - np.mean(x, axis=-1, keepdims=True)
-        y = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+        centred = x - mean(x)
+        y = centred / np.sqrt(mean(centred * centred) + eps)
         y = y if w is None else y * w
         return y if b is None else y + b
 
@@ -93,9 +93,14 @@ def rms_norm(x: np.ndarray, weight: np.ndarray | None, *, eps: float, unit_offse
     gain = 1.0 if weight is None else np.asarray(weight, dtype=np.float64) + (1.0 if unit_offset else 0.0)
 
     def normal(x: np.ndarray) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+        return x / np.sqrt(mean(x * x) + eps) * gain
 
     return rounded(by_row(normal, np.asarray(x, dtype=np.float64)), x.dtype)
+
+
+def mean(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, which stays with size 1."""
+    return x.sum(axis=-1, keepdims=True) / x.shape[-1]
 
 
 def gelu(x: np.ndarray, *, approximate: str = "none") -> np.ndarray:
@@ -190,14 +195,18 @@ def loss_sum(
     """The sum of the counted losses, and how many there are: what accumulation adds up."""
     z, target = counted_rows(logits, targets, ignore_index)
 
-    def loss(z: np.ndarray, target: np.ndarray) -> np.ndarray:
-        lse = log_sum_exp(z)
-        loss = lse - (1.0 - label_smoothing) * np.take_along_axis(z, target, axis=-1)
-        if label_smoothing:
-            loss = loss - label_smoothing * np.mean(z, axis=-1, keepdims=True)
-        return loss + z_loss * lse * lse
+    def losses(z: np.ndarray, target: np.ndarray) -> np.ndarray:
+        return row_losses(z, target, log_sum_exp(z), label_smoothing, z_loss)
 
-    return float(np.sum(by_row(loss, z, target))), len(z)
+    return float(np.sum(by_row(losses, z, target))), len(z)
+
+
+def row_losses(z: np.ndarray, target: np.ndarray, lse: np.ndarray, label_smoothing: float, z_loss: float) -> np.ndarray:
+    """lse - (1 - s) z_target - s mean(z) + z_loss lse^2 of rows z (n, V), a column."""
+    loss = lse - (1.0 - label_smoothing) * np.take_along_axis(z, target, axis=-1)
+    if label_smoothing:
+        loss = loss - label_smoothing * mean(z)
+    return loss + z_loss * lse * lse
 
 
 def counted_rows(logits: np.ndarray, targets: np.ndarray, ignore_index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,7 @@ from .contract.progress import fit_bar
 from .contract.saving import Saver, whole
 from .contract.schedule import learning_rate
 from .contract.tensor_file import numpy_dtype
-from .gradients.layers import loss_sum_gradient
+from .gradients.layers import loss_sum_and_gradient
 from .gradients.model import model_backward
 from .layers import loss_sum
 from .memory import keep_freed_memory
@@ -102,8 +102,8 @@ def _sums(
     # NaN and infinity are found at the end, by name.
     with np.errstate(over="ignore", invalid="ignore"):
         logits, kept = model.run(batch["tokens"], **call, dropout_key=dropout_key, keep=not remat)
-        total, counted = loss_sum(logits, batch["targets"], *options)
-        grads = model_backward(model, loss_sum_gradient(logits, batch["targets"], *options), kept)
+        total, counted, grad = loss_sum_and_gradient(logits, batch["targets"], *options)
+        grads = model_backward(model, grad, kept)
     return total, counted, grads
 
 

@@ -36,9 +36,10 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"copy|concatenate|transpose|pad|slice|scatter|gather|broadcast", "copies and masks"),
     ),
     "numpy": (
-        (r"ndtr|erf|gelu|silu", "activations"),
-        (r"log_sum_exp|loss", "softmax and loss"),
-        (r"attention|scores|softmax", "attention"),
+        (r"ndtr|erf|expit|gelu|silu|share|slope|block.py:both", "activations"),
+        (r"log_sum_exp|loss|layers.py:both", "softmax and loss"),
+        (r"attention|scores|softmax|pairs.py|_add_block|capped", "attention"),
+        (r"layers.py:(normal|backward|mean)", "norms"),
         (r"linear|modules.py:run", "linear layers"),
         (r"optimizer|_step|update|rounded", "optimiser"),
     ),

@@ -19,7 +19,7 @@ from ..contract.checks.layers import (
     check_rms_norm,
     check_softmax,
 )
-from ..layers import TANH_CUBIC, TANH_SCALE, counted_rows, drop, log_sum_exp, normal_share, softmax, tanh_share
+from ..layers import TANH_CUBIC, TANH_SCALE, counted_rows, drop, mean, normal_share, row_losses, softmax, tanh_share
 from ..pieces import by_element, by_row
 from ..rounding import rounded
 from ..special import expit
@@ -46,10 +46,10 @@ def layer_norm_vjp(
     w, dy = 1.0 if weight is None else _wide(weight), _wide(grad_out)
 
     def backward(x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        centred = x - np.mean(x, axis=-1, keepdims=True)
-        r = 1.0 / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+        centred = x - mean(x)
+        r = 1.0 / np.sqrt(mean(centred * centred) + eps)
         n, g = centred * r, dy * w
-        return r * (g - np.mean(g, axis=-1, keepdims=True) - n * np.mean(g * n, axis=-1, keepdims=True)), n
+        return r * (g - mean(g) - n * mean(g * n)), n
 
     dx, n = by_row(backward, _wide(x), dy)
     grads = {"x": rounded(dx, x.dtype)}
@@ -72,9 +72,9 @@ def rms_norm_vjp(
     dy = _wide(grad_out)
 
     def backward(x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        r = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+        r = 1.0 / np.sqrt(mean(x * x) + eps)
         n, g = x * r, dy * w
-        return r * (g - n * np.mean(g * n, axis=-1, keepdims=True)), n
+        return r * (g - n * mean(g * n)), n
 
     dx, n = by_row(backward, _wide(x), dy)
     grads = {"x": rounded(dx, x.dtype)}
@@ -141,28 +141,31 @@ def cross_entropy_vjp(
     """
     check_cross_entropy(logits, targets, ignore_index, label_smoothing, z_loss, values=np.asarray)
     counted = max(int(np.count_nonzero(targets != ignore_index)), 1)
-    grad = loss_sum_gradient(logits, targets, ignore_index, label_smoothing, z_loss)
+    _, _, grad = loss_sum_and_gradient(logits, targets, ignore_index, label_smoothing, z_loss)
     return {"logits": rounded(grad * (float(grad_out) / counted), logits.dtype)}
 
 
-def loss_sum_gradient(
+def loss_sum_and_gradient(
     logits: np.ndarray, targets: np.ndarray, ignore_index: int, label_smoothing: float, z_loss: float
-) -> np.ndarray:
-    """The gradient of `layers.loss_sum`'s sum, float64."""
+) -> tuple[float, int, np.ndarray]:
+    """What `layers.loss_sum` gives, and the gradient of its sum, float64: both read the same exponentials."""
     z, target = counted_rows(logits, targets, ignore_index)
 
-    def backward(z: np.ndarray, target: np.ndarray) -> np.ndarray:
-        lse = log_sum_exp(z)
-        dz = np.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / z.shape[-1]
+    def both(z: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        top = np.max(z, axis=-1, keepdims=True)
+        e = np.exp(z - top)
+        total = np.sum(e, axis=-1, keepdims=True)
+        lse = np.log(total) + top
+        dz = e / total * (1.0 + 2.0 * z_loss * lse) - label_smoothing / z.shape[-1]
         dz[np.arange(len(dz)), target[:, 0]] -= 1.0 - label_smoothing
-        return dz
+        return row_losses(z, target, lse, label_smoothing, z_loss), dz
 
-    dz = by_row(backward, z, target)
+    loss, dz = by_row(both, z, target)
     if len(z) == targets.size:
-        return dz.reshape(logits.shape)
+        return float(np.sum(loss)), len(z), dz.reshape(logits.shape)
     grad = np.zeros(logits.shape, dtype=np.float64)
     grad[np.asarray(targets) != ignore_index] = dz
-    return grad
+    return float(np.sum(loss)), len(z), grad
 
 
 def linear_vjp(grad_out: np.ndarray, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> Gradients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ Values = Callable[[Any], "np.ndarray | None"]
 
 def dtype_name(x: Any) -> str:
     """ "float32" for numpy.float32, torch.float32 and jax.numpy.float32 alike."""
-    return str(x.dtype).removeprefix("torch.")
+    dtype = x.dtype
+    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=64)
+def _numpy_name(dtype: np.dtype) -> str:
+    """NumPy puts a name together anew each time, which takes longer than the rest of a check."""
+    return str(dtype)
 
 
 def came(x: Any) -> str:
