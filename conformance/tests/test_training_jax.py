@@ -87,6 +87,17 @@ def test_each_set_of_fields_and_shapes_is_traced_once():
     assert trainer.traces == 2
 
 
+def test_a_step_gives_back_the_memory_of_what_it_replaces():
+    trainer = trainer_of(B, PLAIN, C.TrainConfig(steps=9, batch=4, eps=2e-8))  # compiled for the test before
+    given = (trainer._gathered(), trainer._state, trainer._arrays(batches(1)[0]))
+    old = jax.tree.leaves(given[:2])
+    assert len(old) == 3 * len(trainer._params)  # with both moments
+    lowered = trainer._program.step.lower(*given, np.uint32(1), np.float32(1), np.float32(1))
+    assert lowered.as_text().count("tf.aliasing_output") == len(old)
+    trainer.step(batches(1)[0])
+    assert all(x.is_deleted() for x in old)
+
+
 def test_trainers_that_differ_only_on_the_host_share_a_compiled_step():
     first = C.TrainConfig(steps=9, batch=4, lr=1e-3, eps=3e-8)
     host = {"lr": 1e-2, "warmup": 2, "schedule": "linear", "final_lr": 1e-4, "steps": 5, "seed": 3, "nonfinite": "skip"}

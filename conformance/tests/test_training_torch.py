@@ -322,3 +322,36 @@ def test_compiled_steps_are_the_eager_steps():
         want, got = reference.step(batch), trainer.step(batch)
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-9)
     compare(reference, trainer)
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """What is asked of the device, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+# Those whose result, or its size, the host has to wait for.
+READS = {f"aten::{name}" for name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")}
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "optimizer": "lion", "ema": 0.9, "remat": True}])
+def test_a_step_is_read_by_the_host_once_and_updates_all_parameters_at_once(more, monkeypatch):
+    model = B.Transformer(C.ModelConfig(**CONFIG, dropout=0.3), seed=3)
+    trainer = B.Trainer(model, C.TrainConfig(steps=9, batch=4, compile=False, **more))
+    trainer.step(batches(1)[0])
+    lists, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x.numel()) or tolist(x))
+    with Operations() as seen:
+        trainer.step(batches(2)[1])
+    assert not READS & set(seen.names)
+    assert lists == [2]  # the loss and the norm, together
+    parameters = len(list(trainer.model.parameters()))
+    updates = [name for name in seen.names if name in ("aten::add_", "aten::mul_", "aten::sign_", "aten::copy_")]
+    assert parameters > 30 and 0 < len(updates) < 10
+    assert seen.names.count("aten::_fused_adamw_") == (0 if more else 1)

@@ -63,3 +63,18 @@ def test_compiled_steps_with_dropout_rotation_and_a_window_are_the_eager_steps()
     for eager, fused in zip(*runs, strict=True):
         assert fused["loss"] == pytest.approx(eager["loss"], rel=1e-5)
         assert fused["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-4)
+
+
+def test_a_run_compiles_its_step_once(monkeypatch):
+    """Updates, keys, rates and norms differ from step to step; the program does not."""
+    graphs, own = [], torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function: own(function, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    )
+    config = B.TrainConfig(steps=9, batch=4, compile=True, warmup=3, ema=0.9, clip_norm=0.01)
+    trainer = B.Trainer(B.Transformer(MODEL.replace(layers=1), seed=1), config)
+    made = []
+    for n in range(4):
+        trainer.step(batch(n))
+        made.append(len(graphs))
+    assert made[0] >= 1 and made == made[:1] * 4
