@@ -78,8 +78,6 @@ class Trainer:
         self.loss_scale = FIRST_SCALE if config.precision == "float16" else 1.0
         self._good = 0
         self._saver = Saver()
-        if jax.default_backend() == "cpu":
-            keep_freed_memory()
         for stack in (model.encoder, model.decoder) if model.config.kind == "encoder_decoder" else (model,):
             stack.remat = config.remat
         self._folding = self._fold()
@@ -114,6 +112,8 @@ class Trainer:
         self._published = self._folding.apart(params)
         self._publish(self._published)
         report = jax.device_get(report)
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()  # of steps, and not what the compiler needs before the first
         if np.isfinite(report["grad_norm"]):
             self.updates = t
             self._grow_scale()

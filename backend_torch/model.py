@@ -283,6 +283,25 @@ class Transformer(Stack):
             self.config, tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
             dropout_key=dropout_key, context=context, context_lengths=context_lengths, dtype=self.dtype, values=values,
         )  # fmt: skip
+        return self.unchecked(
+            tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
+            dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+        )  # fmt: skip
+
+    def unchecked(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        dropout_key: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The call itself, for a trainer that has checked its batch."""
         key = dropout_key_of(self, self.config.dropout, dropout_key, tokens.device)
         own: dict[str, Any] = {"mask": mask, "kv_lengths": kv_lengths, "segments": segments, "positions": positions}
         if context is None:

@@ -21,8 +21,9 @@ from torch.autograd import forward_ad
 from .hooks import hooked
 from .visibility import traced
 
-# From so many multiplications on, over so many features at least, and from so many rows on.
-LEAST, NARROWEST, FEWEST = 1 << 24, 128, 64
+# From so many multiplications on, over so many features at least, and from so many rows on. A compiled program calls
+# the operation through Python: from more on.
+LEAST, LEAST_COMPILED, NARROWEST, FEWEST = 1 << 24, 1 << 26, 128, 64
 
 
 def _vendor() -> str:
@@ -75,7 +76,8 @@ def _plain(x: Tensor) -> bool:
 def _suits(x: Tensor, weight: Any, bias: Any) -> bool:
     """Whether a layer is large enough, and plain."""
     outputs, inputs = weight.shape
-    if outputs < NARROWEST // 2 or x.numel() * outputs < LEAST or inputs != x.shape[-1]:
+    least = LEAST_COMPILED if torch.compiler.is_compiling() else LEAST
+    if outputs < NARROWEST // 2 or x.numel() * outputs < least or inputs != x.shape[-1]:
         return False
     return all(
         p is None or (type(p) in (Tensor, nn.Parameter) and p.dtype == torch.float32 and p.device == x.device)

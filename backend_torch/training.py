@@ -37,6 +37,7 @@ from core_numpy.contract.schedule import learning_rate
 
 from .arrays import from_numpy, to_numpy
 from .batches import Batch, Tensors, counted_targets, host_arrays, rows_of, tensors
+from .hooks import hooked
 from .initial import turn
 from .joint import Joint, joined, joints, side_by_side
 from .layers import summed_cross_entropy
@@ -110,8 +111,6 @@ class Trainer:
         self._leaves = {name: own[name] for name in self.flat.places}
         self._joints = joints(model, self.flat) if self._low is None and config.parallel is None else {}
         self._places = self._gradient_places({}), self._gradient_places(self._joints)
-        if self.flat.data.device.type == "cpu":
-            keep_freed_memory()
         self.compiled = _wants_compiler(config, self.flat.data.device)
         self._loss = torch.compile(loss_sum) if self.compiled else loss_sum
         self._saver = Saver()
@@ -137,6 +136,8 @@ class Trainer:
         clip(self.grads, norm, config.clip_norm)
         update(config, self.flat, self.grads, self.state, t=t, lr=lr)
         self._publish()
+        if self.grads.device.type == "cpu":
+            keep_freed_memory()  # of steps, and not what compilers need before the first has ended
         self.updates, self.batches = t, self.batches + 1
         self._good += 1
         if config.precision == "float16" and self._good == GROWTH_STEPS:
@@ -220,9 +221,9 @@ class Trainer:
         return mean
 
     def _module(self) -> Any:
-        """The model, or in half precision a call of it with its parameters cast."""
+        """The call of the model, or in half precision with its parameters cast."""
         if self._low is None:
-            return self.model
+            return self.model if self.compiled or hooked(self.model) else self.model.unchecked
         with torch.no_grad():
             self._low.copy_(self.flat.data)
         return Cast(self.model, self._leaves)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 FAULTS = """
@@ -48,7 +49,7 @@ def test_what_the_user_sets_stays(glibc):
 
 
 @pytest.mark.parametrize("package", ["backend_torch", "backend_jax"])
-def test_a_trainer_asks_for_it(package, monkeypatch):
+def test_a_trainers_step_asks_for_it(package, monkeypatch):
     pytest.importorskip(package.replace("backend_", ""))
     import importlib
 
@@ -58,5 +59,7 @@ def test_a_trainer_asks_for_it(package, monkeypatch):
     training = importlib.import_module(f"{package}.training")
     asked = []
     monkeypatch.setattr(training, "keep_freed_memory", lambda: asked.append(1))
-    backend.Trainer(backend.Transformer(ModelConfig(vocab=8, width=8, heads=1, layers=1)), TrainConfig(steps=1))
+    model = backend.Transformer(ModelConfig(vocab=8, width=8, heads=1, layers=1, max_length=4))
+    trainer = backend.Trainer(model, TrainConfig(steps=1))
+    trainer.step({"tokens": np.ones((1, 4), np.int32), "targets": np.ones((1, 4), np.int32)})
     assert asked == [1]
