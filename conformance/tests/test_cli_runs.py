@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -132,6 +133,16 @@ def test_a_resumed_run_keeps_how_often_it_saves_and_measures_unless_told_otherwi
     Path("run/run.json").write_text(json.dumps(run | {"steps": 13}))
     assert main(stand_in, ["train", "--resume", "run", "--steps", "14", "--plain"]) == 0
     assert json.loads(Path("run/run.json").read_text())["checkpoint_every"] == training_run.CHECKPOINT_EVERY
+
+
+def test_a_reader_of_a_pipe_that_goes_away_ends_a_command_quietly():
+    done = subprocess.run(
+        [sys.executable, "-c", "from core_numpy.contract.arguments import ended\n"
+         "def work():\n    raise BrokenPipeError\n"
+         "status = ended(work, 'x', debug=False)\nprint('into nothing')\nraise SystemExit(status)"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence_with_its_name(stand_in, capsys):
