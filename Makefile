@@ -22,8 +22,9 @@ test: install
 slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-# Lines and branches: the reference's all, the backends' nearly all; what only an accelerator reaches is the rest.
-coverage: install
+# Lines and branches: the reference's all, the backends' nearly all; what only an accelerator reaches is the rest. With the
+# peers, whose modules and folders what reads them is tested with.
+coverage: $(VENV)/installed-peers,dev
 	$(BIN)/python -m coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest
 	$(BIN)/python -m coverage combine --quiet
