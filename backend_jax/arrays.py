@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core_numpy.contract.checks.common import require_x64
+from core_numpy.contract.checks.common import refuse_foreign, require_x64
 from core_numpy.contract.checks.model import no_device
 
 
@@ -70,6 +70,13 @@ def describe() -> dict[str, Any]:
         # XLA has no public count of its threads: on a CPU it takes one for each core this process may use.
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     }
+
+
+def require_arrays(**arrays: Any) -> None:
+    """Refuse arrays of another framework by the argument's name; JAX takes its own and NumPy's."""
+    for name, x in arrays.items():
+        if x is not None and not isinstance(x, jax.Array | np.ndarray) and not hasattr(x, "__jax_array__"):
+            refuse_foreign(name, x, "an array of JAX or NumPy")
 
 
 def values(x: Any) -> np.ndarray | None:

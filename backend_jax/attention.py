@@ -16,7 +16,7 @@ from core_numpy.contract.checks.attention import AttentionPlan, attention_plan, 
 from core_numpy.contract.checks.common import dtype_name, require_x64
 from core_numpy.contract.checks.kernels import Kernel, check_kernel, refuse_kernel
 
-from .arrays import values
+from .arrays import require_arrays, values
 from .blocks import FAR, Spec, Terms, fold_band
 from .blockwise import blockwise
 from .blockwise_scores import accumulation
@@ -209,6 +209,7 @@ class Call:
 def _door(q: Any, k: Any, v: Any, wants: str, *, kernel: str, **options: Any) -> tuple[Call, Terms]:
     """Check everything, choose the kernel, and part what is static from the arrays."""
     check_kernel(kernel, KERNELS)
+    require_arrays(q=q, k=k, v=v, **options)
     plan = attention_plan(q, k, v, **options, values=values)
     named = ("mask", "bias", "q_offset", "kv_lengths", "q_segments", "kv_segments", "sinks")
     arrays = {"q": q, "k": k, "v": v} | {name: options[name] for name in named}

@@ -18,7 +18,7 @@ from core_numpy.contract.checks import model as checks
 from core_numpy.contract.config import BlockConfig, ModelConfig
 
 from . import encodings, place, random
-from .arrays import values
+from .arrays import require_arrays, values
 from .attention import attention, attention_weights
 from .cache import close_cache, open_cache
 from .frequencies import scaled_frequencies
@@ -55,6 +55,10 @@ class MultiHeadAttention(nnx.Module):
         self, x: jax.Array, *, mask=None, bias=None, kv_lengths=None, segments=None, positions=None, rotary=None,
         cache=None, dropout_key=None, context=None, context_lengths=None,
     ) -> jax.Array:  # fmt: skip
+        require_arrays(
+            x=x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions,
+            dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+        )  # fmt: skip
         plan = checks.check_attention_call(
             self.config, x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions,
             rotary=rotary, cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,
@@ -164,6 +168,7 @@ class FeedForward(nnx.Module):
         self.down = Linear(initial.at("down"))
 
     def __call__(self, x: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+        require_arrays(x=x, dropout_key=dropout_key)
         checks.check_feed_forward_call(self.config, x, dropout_key=dropout_key, dtype=self.dtype)
         return drop(self.run(x), self.config.dropout, dropout_key)
 
@@ -205,6 +210,10 @@ class Block(nnx.Module):
         self, x: jax.Array, *, mask=None, bias=None, kv_lengths=None, segments=None, positions=None, rotary=None,
         cache=None, dropout_key=None, context=None, context_lengths=None,
     ) -> jax.Array:  # fmt: skip
+        require_arrays(
+            x=x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions,
+            dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+        )  # fmt: skip
         plan = checks.check_block_call(
             self.config, x, mask=mask, bias=bias, kv_lengths=kv_lengths, segments=segments, positions=positions,
             rotary=rotary, cache=cache, dropout_key=dropout_key, context=context, context_lengths=context_lengths,

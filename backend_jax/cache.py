@@ -16,7 +16,7 @@ from core_numpy.contract.checks.training import check_cache, check_generate
 from core_numpy.contract.config import BlockConfig, ModelConfig
 from core_numpy.contract.ring import cache_slots
 
-from .arrays import find_device, values
+from .arrays import find_device, require_arrays, values
 from .random import categorical, fold_in
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ def generate(
     Two compiled programs, one for the prompt and one for the loop, whose shapes are those of a bucket: lengths of the
     same bucket, any `max_new` and any temperature share them.
     """
+    require_arrays(tokens=tokens, key=key, lengths=lengths, context=context, context_lengths=context_lengths)
     new = check_generate(
         model.config, tokens, max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p, key=key,
         lengths=lengths, context=context, context_lengths=context_lengths, dtype=model.dtype, values=values,

@@ -12,10 +12,11 @@ from flax import nnx
 
 from core_numpy.contract.checks import model as checks
 from core_numpy.contract.config import ModelConfig
+from core_numpy.contract.interop import host
 from core_numpy.contract.parameters import model_parameters
 
 from . import encodings, layers, place, random
-from .arrays import from_numpy, place_of, to_numpy, values
+from .arrays import from_numpy, place_of, require_arrays, to_numpy, values
 from .block import Block, make_rotary
 from .cache import KVCache, Pair, close_cache, open_cache
 from .modules import Initial, Norm, Stored, drop, matmul
@@ -271,6 +272,7 @@ class Transformer(Stack):
     def _call(
         self, tokens: jax.Array, maps: list[jax.Array] | None, *, cache: KVCache | None, **given: Any
     ) -> jax.Array:
+        require_arrays(tokens=tokens, **given)
         plan = checks.check_model_call(self.config, tokens, cache=cache, **given, dtype=self.dtype, values=values)
         stores = open_cache(cache)
         memory = None
@@ -339,11 +341,12 @@ def set_params(module: nnx.Module, params: dict[str, np.ndarray]) -> None:
     own = named_parameters(module)
     checks.check_params({name: (p.shape, p[...].dtype.name) for name, p in own.items()}, params)
     for name, p in own.items():
-        p[...] = from_numpy(params[name], device=place_of(p[...]))
+        p[...] = from_numpy(host(params[name]), device=place_of(p[...]))
 
 
 def named_parameters(module: Any) -> dict[str, nnx.Param]:
     """The `nnx.Param`s by their paths, which are the canonical names, in the contract's order."""
+    checks.check_owner(module, isinstance(module, nnx.Module), "backend_jax")
     flat = {".".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     table = getattr(type(module), "parameter_table", None)
     order = [] if table is None else [name for name in table(module.config) if name in flat]

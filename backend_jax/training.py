@@ -46,9 +46,9 @@ def loss_and_gradients(
     z_loss: float = 0.0,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The mean loss of a batch's counted targets and its gradient in every parameter. Rules: core_numpy.training."""
+    params = {name: p[...] for name, p in named_parameters(model).items()}
     checks.check_batch(model.config, batch, dropout_key=dropout_key, dtype=model.dtype, values=np.asarray)
     check_loss_options(label_smoothing, z_loss)
-    params = {name: p[...] for name, p in named_parameters(model).items()}
     loss = Loss(nnx.split(model)[0], model.dtype, float(label_smoothing), float(z_loss))
     value, grads = value_and_gradients(loss, params, _arrays(batch), dropout_key)
     # What comes out of a compiled call is sorted by name; the canonical order is the model's.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from core_numpy.contract.checks.common import refuse_foreign
 from core_numpy.contract.checks.model import no_device
 from core_numpy.contract.tensor_file import numpy_dtype
 
@@ -90,6 +91,13 @@ def describe() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "threads": torch.get_num_threads(),
     }
+
+
+def require_tensors(**arrays: Any) -> None:
+    """Refuse arrays of another framework by the argument's name: checks of shapes and dtypes would let them by."""
+    for name, x in arrays.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            refuse_foreign(name, x, "a tensor of torch")
 
 
 def values(x: torch.Tensor) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from core_numpy.contract.checks.attention import AttentionPlan, attention_plan, check_attention_values, check_merge
 from core_numpy.contract.checks.kernels import Kernel, check_kernel
 
-from .arrays import values
+from .arrays import require_tensors, values
 from .dense import accumulation, dense
 from .flex import flex
 from .fused import sdpa
@@ -222,6 +222,10 @@ def _asked(
         plan, left, right = known.plan, known.left, known.right
         check_attention_values(plan.S, bias=bias, kv_lengths=kv_lengths, sinks=sinks, values=values)
     else:
+        require_tensors(
+            q=q, k=k, v=v, mask=mask, bias=bias, q_offset=q_offset, kv_lengths=kv_lengths, q_segments=q_segments,
+            kv_segments=kv_segments, sinks=sinks, dropout_key=dropout_key,
+        )  # fmt: skip
         plan = attention_plan(
             q, k, v, mask=mask, bias=bias, causal=causal, window=window, q_offset=q_offset, kv_lengths=kv_lengths,
             q_segments=q_segments, kv_segments=kv_segments, sinks=sinks, scale=scale, softcap=softcap,

@@ -23,7 +23,7 @@ from core_numpy.contract.checks.model import (
 )
 from core_numpy.contract.config import BlockConfig, ModelConfig
 
-from .arrays import values
+from .arrays import require_tensors, values
 from .attention import attention, attention_weights
 from .cache import KVCache, LayerCache, Pair, read
 from .encodings import rotary_tables, rotate
@@ -102,6 +102,7 @@ class MultiHeadAttention(nn.Module):
             "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "segments": segments, "cache": cache,
             "dropout_key": dropout_key, "context": context, "context_lengths": context_lengths,
         }  # fmt: skip
+        require_tensors(x=x, positions=positions, **own)
         plan = check_attention_call(
             self.config, x, **own, positions=positions, rotary=rotary, dtype=dtype_of(self.query.weight), values=values
         )
@@ -232,6 +233,7 @@ class FeedForward(nn.Module):
         initialise(self, contract.feed_forward_parameters(config), seed, device)
 
     def forward(self, x: Tensor, *, dropout_key: Tensor | None = None) -> Tensor:
+        require_tensors(x=x, dropout_key=dropout_key)
         check_feed_forward_call(self.config, x, dropout_key=dropout_key, dtype=dtype_of(self.up.weight))
         return self.run(x, dropout_key=dropout_key)
 
@@ -288,6 +290,7 @@ class Block(nn.Module):
             "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "segments": segments, "cache": cache,
             "dropout_key": dropout_key, "context": context, "context_lengths": context_lengths,
         }  # fmt: skip
+        require_tensors(x=x, positions=positions, **own)
         plan = check_block_call(
             self.config, x, **own, positions=positions, rotary=rotary, dtype=dtype_of(self.attention.query.weight),
             cross=self.cross is not None, values=values,

@@ -14,7 +14,7 @@ from core_numpy.contract.checks.training import check_cache, check_generate
 from core_numpy.contract.config import BlockConfig
 from core_numpy.contract.ring import cache_slots
 
-from .arrays import find_device, values
+from .arrays import find_device, require_tensors, values
 from .random import categorical, fold_in
 from .turning import Tables
 
@@ -207,6 +207,7 @@ def generate(
 
     The model is in eval mode meanwhile: nothing is dropped.
     """
+    require_tensors(tokens=tokens, key=key, lengths=lengths, context=context, context_lengths=context_lengths)
     new = check_generate(
         model.config, tokens, max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p, key=key,
         lengths=lengths, context=context, context_lengths=context_lengths, dtype=model.dtype, values=values,

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from core_numpy.contract.checks.model import check_model_call, check_module, check_params, check_source
+from core_numpy.contract.checks.model import check_model_call, check_module, check_owner, check_params, check_source
 from core_numpy.contract.config import BlockConfig, ModelConfig
 from core_numpy.contract.copies import copied, empty, serves
+from core_numpy.contract.interop import host
 from core_numpy.contract.parameters import model_parameters
 from core_numpy.contract.tensor_file import numpy_dtype
 
-from .arrays import borrow, find_device, from_numpy, to_numpy, values
+from .arrays import borrow, find_device, from_numpy, require_tensors, to_numpy, values
 from .block import Block, Norm, dropout_key_of, dtype_of, parts, rotary_of
 from .cache import KVCache, Pair
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
@@ -279,6 +280,10 @@ class Transformer(Stack):
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
+        require_tensors(
+            tokens=tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions,
+            dropout_key=dropout_key, context=context, context_lengths=context_lengths,
+        )  # fmt: skip
         check_model_call(
             self.config, tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
             dropout_key=dropout_key, context=context, context_lengths=context_lengths, dtype=self.dtype, values=values,
@@ -410,6 +415,7 @@ def pool(x: Tensor, how: str, kv_lengths: Tensor | None, segments: Tensor | None
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by canonical name, in the canonical order."""
+    check_owner(module, isinstance(module, nn.Module) and hasattr(module, "names"), "backend_torch")
     own, names = dict(module.named_parameters()), cast("tuple[str, ...]", module.names)
     return {name: own[name] for name in names}
 
@@ -425,4 +431,4 @@ def set_params(module: nn.Module, params: dict[str, np.ndarray]) -> None:
     own = named(module)
     check_params({name: (tuple(turn(module, name, p).shape), dtype_of(p)) for name, p in own.items()}, params)
     for name, p in own.items():
-        p.copy_(turn(module, name, from_numpy(params[name], device=p.device)))
+        p.copy_(turn(module, name, from_numpy(host(params[name]), device=p.device)))

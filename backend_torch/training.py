@@ -64,10 +64,9 @@ def loss_and_gradients(
 
     Dropout acts with a key and not without, whatever mode the model is in. Rules: core_numpy.training.
     """
-    arrays = host_arrays(batch)
+    own, arrays = named(model), host_arrays(batch)
     check_batch(model.config, arrays, dropout_key=dropout_key, dtype=model.dtype, values=np.asarray)
     check_loss_options(label_smoothing, z_loss)
-    own = named(model)
     leaves = [p for p in own.values() if p.requires_grad]
     with mode(model, dropout_key is not None):
         total = loss_sum(model, *tensors(arrays, _device(model)), dropout_key, label_smoothing, z_loss)

@@ -36,10 +36,11 @@ import numpy as np
 
 from .block import Block, BranchKept, Scene
 from .cache import KVCache, Pair
-from .contract.checks.model import check_model_call, check_params, check_source
+from .contract.checks.model import check_model_call, check_owner, check_params, check_source
 from .contract.config import ModelConfig
 from .contract.copies import copied, serves
 from .contract.families import Pretrained, write_pretrained
+from .contract.interop import host
 from .contract.parameters import model_parameters
 from .contract.tensor_file import numpy_dtype
 from .encodings import alibi_bias, relative_bias, sinusoidal_encoding
@@ -341,6 +342,7 @@ class Head:
 
 def get_params(module: Module) -> dict[str, np.ndarray]:
     """A copy of every parameter by its canonical name, in the canonical order. Rules: model-10."""
+    check_owner(module, isinstance(module, Module), "core_numpy")
     return {name: x.copy() for name, x in module.parameters().items()}
 
 
@@ -348,6 +350,7 @@ def set_params(module: Module, params: dict[str, np.ndarray]) -> None:
     """Put copies of `params` into the module. Refused: names, shapes and dtypes that are not the module's own, all
     listed, and then nothing is changed. Rules: model-10.
     """
+    check_owner(module, isinstance(module, Module), "core_numpy")
     own = module.parameters()
     check_params({name: (x.shape, x.dtype.name) for name, x in own.items()}, params)
-    module.assign({name: np.array(params[name]) for name in own})
+    module.assign({name: np.array(host(params[name])) for name in own})

@@ -27,7 +27,7 @@ import numpy as np
 from .contract.checkpoints import read_checkpoint
 from .contract.checks.common import require_int
 from .contract.checks.layers import check_loss_options
-from .contract.checks.model import check_params
+from .contract.checks.model import check_owner, check_params
 from .contract.checks.training import (
     IGNORED,
     check_accumulation,
@@ -73,6 +73,7 @@ def loss_and_gradients(
     context_lengths. Gradients have their parameter's shape and dtype, rounded once from float64. Refused:
     `contract.checks.training.check_batch`. Rules: training-1, training-2.
     """
+    check_owner(model, isinstance(model, Transformer), "core_numpy")
     arrays = _arrays(batch)
     check_batch(model.config, arrays, dropout_key=dropout_key, dtype=model.dtype, values=np.asarray)
     check_loss_options(label_smoothing, z_loss)
@@ -118,6 +119,7 @@ class Trainer:
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         check_trainer(model, config)
+        check_owner(model, isinstance(model, Transformer), "core_numpy")
         check_eager(config)
         self.model, self.config, self.updates, self.batches = model, config, 0, 0
         self.state = initial_state(config, model.parameters())

@@ -17,6 +17,16 @@ class Checked:
 
     _nested: ClassVar[dict[str, type[Checked]]] = {}
 
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        """Refuse a field that there is not, with the near one and those that there are: a dataclass names neither."""
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in fields:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint}; its fields are {', '.join(known)}")
+        return super().__new__(cls)
+
     def _unwrap(self) -> None:
         """NumPy's scalars become Python's, which JSON, hashes and comparisons of what was read from a file know."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

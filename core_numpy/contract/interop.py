@@ -6,6 +6,7 @@ the three packages can take the modules of every framework. `docs/porting.md` ha
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -42,15 +43,35 @@ def import_params(source: Any) -> Imported:
         if convert is not None:
             return convert(source)
     known = ", ".join(sorted(f"{package}'s {name}" for package, name in _SOURCES))
-    raise TypeError(f"source must be one of {known} or flax.linen's variables; got {type(source).__name__}")
+    raise TypeError(
+        f"source must be one of {known} or flax.linen's variables; got {type(source).__name__}{_within(source)}"
+    )
+
+
+def _within(source: Any) -> str:
+    """Which modules that can be read a torch module of another kind holds, outermost ones: they go one by one."""
+    found: list[str] = []
+    for name, module in source.named_modules() if hasattr(source, "named_modules") else ():
+        readable = any((cls.__module__.split(".")[0], cls.__name__) in _SOURCES for cls in type(module).__mro__)
+        if readable and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return f", which holds some: give them one by one ({shown})" if found else ""
 
 
 def _refuse(name: str, value: Any, reason: str) -> None:
     raise ValueError(f"{name} must not be {value!r}: {reason}")
 
 
+def host(x: Any) -> np.ndarray:
+    """An array of any framework as NumPy's; of torch one that has a gradient too, and bfloat16."""
+    return _torch(x) if hasattr(x, "detach") else np.asarray(x)
+
+
 def _torch(x: Any) -> np.ndarray:
     """A copy of a torch tensor."""
+    if x.is_meta:
+        raise ValueError("source must have values; got a module on the meta device")
     x = x.detach().cpu()
     if str(x.dtype) == "torch.bfloat16":
         bits = x.contiguous().view(require_package("torch").int16).numpy()
@@ -102,10 +123,16 @@ def _torch_attention(source: Any) -> Imported:
 
 
 def _torch_activation(source: Any) -> str:
-    """`relu` and `gelu` of torch.nn.functional, or the modules of these names."""
-    activation = source.activation
-    name = getattr(activation, "__name__", type(activation).__name__).lower()
+    """`relu`, `gelu` and `silu` of torch.nn.functional, bare or with `approximate` in a partial, or their modules."""
+    activation = bare = source.activation
     tanh = getattr(activation, "approximate", "none") == "tanh"
+    if (
+        isinstance(activation, functools.partial)
+        and not activation.args
+        and set(activation.keywords) == {"approximate"}
+    ):
+        bare, tanh = activation.func, activation.keywords["approximate"] == "tanh"
+    name = getattr(bare, "__name__", type(bare).__name__).lower()
     if name not in ("relu", "gelu", "silu"):
         _refuse("activation", activation, "known are relu, gelu and silu")
     return "gelu_tanh" if tanh else name
@@ -208,6 +235,8 @@ def _nnx(source: Any) -> Imported:
 def _linen(source: Mapping[str, Any]) -> Imported:
     """{"params": {"query": {"kernel", "bias"}, "key", "value", "out"}}, or what is under "params"."""
     inner = source.get("params", source)
+    if inner and all(hasattr(x, "detach") for x in inner.values()):
+        raise ValueError("source must be a module of torch itself; got a state_dict, which does not say its heads")
     expected = {"query", "key", "value", "out"}
     if not isinstance(inner, Mapping) or set(inner) != expected:
         names = sorted(map(str, inner)) if isinstance(inner, Mapping) else type(inner).__name__

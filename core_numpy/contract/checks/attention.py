@@ -186,7 +186,8 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
     if dtype_name(mask) not in ("bool", "bool_"):
         raise TypeError(
             f"mask must be boolean, True = may attend; got {came(mask)}. Numbers that are added to the scores go in "
-            "bias=; a mask whose True means blocked is turned by from_blocked()"
+            "bias=, and where they are 0 and -inf alone, mask == 0 says the same; a mask whose True means blocked is "
+            "turned by from_blocked()"
         )
     _check_broadcast("mask", mask, shape)
 
@@ -221,7 +222,11 @@ def _check_broadcast(name: str, x: Any, shape: tuple[int, ...]) -> None:
         )
     target = shape[-rank:]
     if any(size not in (1, want) for size, want in zip(x.shape, target, strict=True)):
-        raise ValueError(f"{name} must broadcast to {target} (each axis its size or 1); got shape {tuple(x.shape)}")
+        per_row = rank == 2 and full == 4 and tuple(x.shape) == (shape[0], shape[3])
+        raise ValueError(
+            f"{name} must broadcast to {target} (each axis its size or 1); got shape {tuple(x.shape)}"
+            + (f"; of (batch, keys) make {name}[:, None, None, :]" if per_row else "")
+        )
 
 
 def check_window(window: Any) -> tuple[int | None, int | None] | None:

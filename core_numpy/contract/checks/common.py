@@ -40,6 +40,16 @@ def require_array(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be an array; got {came(x)}")
 
 
+def refuse_foreign(name: str, x: Any, kind: str) -> None:
+    """Refuse an array, of another framework than the one that asks, whose own are `kind`.
+
+    What is no array at all, and NumPy's scalars, are left to the check that knows what should be there.
+    """
+    if hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, np.generic | type):
+        package = type(x).__module__.split(".")[0].removesuffix("lib")
+        raise TypeError(f"{name} must be {kind}; got an array of {package}, {came(x)}: from_numpy() makes one of it")
+
+
 def require_float(name: str, x: Any) -> None:
     """Refuse what is no array of float16, bfloat16, float32 or float64."""
     require_array(name, x)
@@ -85,7 +95,9 @@ def require_int(name: str, x: Any, least: int | None = None) -> int:
 
 def require_choice(name: str, x: Any, choices: Sequence[str]) -> None:
     if not isinstance(x, str) or x not in choices:
-        near = difflib.get_close_matches(x, choices, n=1) if isinstance(x, str) else []
+        # A framework's own dtype, such as numpy.float32 or torch.float32, is told its name.
+        word = x if isinstance(x, str) else getattr(x, "__name__", str(x)).removeprefix("torch.")
+        near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6 if word is x else 1.0)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {x!r}{hint}")
 

@@ -92,7 +92,11 @@ def check_apply_rotary(x: Any, cos: Any, sin: Any, layout: Any) -> int:
         raise ValueError(f"cos must have shape {either} for x {tuple(x.shape)}; got {sizes}")
     require_shape("sin", sin, sizes, "(that of cos)")
     if 2 * sizes[-1] > size:
-        raise ValueError(f"cos must rotate at most the head size of x ({size}); got {2 * sizes[-1]} features")
+        raise ValueError(
+            f"cos must rotate at most the head size of x ({size}), two features with each of its columns; got "
+            f"{2 * sizes[-1]} features"
+            + (": of a table that holds each angle twice, give the first half" if sizes[-1] == size else "")
+        )
     return 2 * int(sizes[-1])
 
 

@@ -223,22 +223,48 @@ def check_positions(positions: Any, plan: CallPlan, rows: int | None, values: Va
         _check_range("positions", positions, 0, rows - 1, "the learned table", values)
 
 
+def check_owner(module: Any, owned: bool, package: str) -> None:
+    """A module whose parameters are asked for belongs to the package that is asked."""
+    if not owned:
+        cls = type(module)
+        raise TypeError(
+            f"module must be one of {package}'s, such as its Transformer; got {cls.__name__} of "
+            f"{cls.__module__.split('.')[0]}: between packages parameters move as get_params() of the one and "
+            "set_params() of the other; modules of other libraries are read by import_params()"
+        )
+
+
 def check_params(expected: dict[str, tuple[tuple[int, ...], str]], params: Any) -> None:
     """`set_params`: exactly the expected names, each with its shape and dtype; every problem is listed."""
     if not isinstance(params, dict):
         raise TypeError(f"params must be a dict of canonical names to NumPy arrays; got {came(params)}")
-    problems = [f"{name} is missing" for name in expected if name not in params]
-    problems += [f"{name} is not a parameter of this module" for name in params if name not in expected]
+    problems = _names([name for name in expected if name not in params], "is missing", "are missing")
+    unknown = [str(name) for name in params if name not in expected]
+    problems += _names(unknown, "is not a parameter of this module", "are not parameters of this module")
+    foreign = set()
     for name, (shape, dtype) in expected.items():
         if name not in params:
             continue
         require_array(name, params[name])
-        if tuple(params[name].shape) != shape:
-            problems.append(f"{name} must have shape {shape}; got {tuple(params[name].shape)}")
+        came_as = tuple(params[name].shape)
+        if came_as != shape:
+            turned = ": transposed it would fit, linear weights are (in, out) here" if came_as == shape[::-1] else ""
+            problems.append(f"{name} must have shape {shape}; got {came_as}{turned}")
         if dtype_name(params[name]) != dtype:
             problems.append(f"{name} must have dtype {dtype}; got {dtype_name(params[name])}")
+            foreign.add(dtype_name(params[name]))
     if problems:
+        if len(foreign) == 1 and foreign < set(FLOATS):
+            problems.append(f"make the module with dtype={foreign.pop()!r}, or convert the arrays")
         raise ValueError("params must match the module's parameters: " + "; ".join(problems))
+
+
+def _names(names: list[str], one: str, many: str) -> list[str]:
+    """Up to three names have a sentence each; more share one, in which as many are written out as a reader looks at."""
+    if len(names) <= 3:
+        return [f"{name} {one}" for name in names]
+    shown = names if len(names) <= 8 else [*names[:6], f"{len(names) - 6} more"]
+    return [f"{', '.join(shown[:-1])} and {shown[-1]} {many}"]
 
 
 def _sequence(config: BlockConfig, x: Any, cache: Any, dtype: str) -> CallPlan:
