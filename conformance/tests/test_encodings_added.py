@@ -173,7 +173,9 @@ def test_t5_buckets_are_those_of_transformers(package, buckets, max_distance, bi
     assert np.array_equal(out, theirs.numpy())
 
 
-@pytest.mark.parametrize(("buckets", "max_distance"), [*BUCKETS, (2, 7), (3, 10), (33, 129), (500, 12345)])
+@pytest.mark.parametrize(
+    ("buckets", "max_distance"), [*BUCKETS, (2, 7), (3, 10), (33, 129), (500, 12345), (32, 2**60 + 1)]
+)
 def test_bucket_edges_are_where_the_exact_logarithm_crosses(buckets, max_distance):
     starts = bucket_starts(buckets, max_distance)
     exact = buckets // 2
