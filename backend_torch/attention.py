@@ -20,7 +20,7 @@ from .dense import accumulation, dense
 from .flex import flex
 from .fused import sdpa
 from .kernels import KERNELS, Call, choose, explain
-from .known import Form, Known, keep, look
+from .known import Form, Known, bare, keep, look
 from .place import placed_key
 from .registered import blockwise
 from .short import short
@@ -61,6 +61,14 @@ def attention(
     """
     name = known = None
     if not is_compiling():
+        if (
+            mask is bias is window is q_offset is kv_lengths is q_segments is kv_segments is sinks is None
+            and scale is softcap is dropout_key is None and type(dropout_rate) is float and dropout_rate == 0.0
+            and kernel == "auto"
+        ):  # fmt: skip
+            out = bare(q, k, v, causal)
+            if out is not None:
+                return out
         name, known = look(
             q, k, v, False, mask, bias, causal, window, q_offset, kv_lengths, q_segments, kv_segments, sinks, scale,
             softcap, dropout_rate, dropout_key, kernel,

@@ -36,7 +36,7 @@ def few(
         or (term is not None and term.requires_grad) or (sinks is not None and sinks.requires_grad)
     ):  # fmt: skip
         return _Few.apply(q, k, v, term, sinks, scale, softcap)
-    return _forward(q, k, v, term, sinks, scale, softcap)[0]
+    return _forward(q, k, v, term, sinks, scale, softcap, keep=False)[0]
 
 
 @lru_cache(maxsize=16)
@@ -55,14 +55,19 @@ def _merged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, term: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, weights (N * G, H / G * T, S), tanh of the soft cap."""
+    q: Tensor, k: Tensor, v: Tensor, term: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
+    *, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """out, weights (N * G, H / G * T, S), tanh of the soft cap where `keep` says that it is asked for."""
     rows, keys, values = _merged(q, k, v)
     bent, unread = None, _UNREAD[q.dtype]
     if softcap is not None:
         bent = torch.baddbmm(unread, rows, keys.mT, beta=0.0, alpha=scale / softcap).tanh_()
-        s = bent * softcap if term is None else torch.add(_flat(term), bent, alpha=softcap)
+        place = None if keep else bent
+        if term is None:
+            s = torch.mul(bent, softcap, out=place)
+        else:
+            s = torch.add(_flat(term), bent, alpha=softcap, out=place)
     elif term is None:
         s = torch.baddbmm(unread, rows, keys.mT, beta=0.0, alpha=scale)
     else:
@@ -86,7 +91,7 @@ class _Few(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, term: Tensor | None, sinks: Tensor | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        out, weights, bent = _forward(q, k, v, term, sinks, scale, softcap)
+        out, weights, bent = _forward(q, k, v, term, sinks, scale, softcap, keep=True)
         ctx.save_for_backward(q, k, v, term, sinks, weights, bent)
         ctx.numbers = scale, softcap
         return out

@@ -79,7 +79,7 @@ Test = Callable[[Call], bool]
 # From so many scores on, and up to so many, the formula with its own backward pass, its weights kept, beats torch's
 # fused CPU kernel: with 32 queries or more it takes 0.5 to 0.8 of the time on two cores, forward as with a gradient, on
 # one 0.9 to 1.0. Above, the scores leave the cache: at 2^19 0.9 to 1.2, but 0.9 to 1.0 with a bias, which costs that
-# kernel more.
+# kernel more. A soft cap no kernel has: up to CAPPED it takes 0.4 to 0.7 of the formula's time.
 FEWEST, FEW, FEW_BIASED, FEWEST_QUERIES = 1 << 15, 1 << 18, 1 << 19, 32
 # Up to so many queries of so many heads that share keys, over so many keys: the products read every key once, where
 # torch's kernel reads it for each head, and take 0.5 to 0.9 of its time on one core and on two.
@@ -102,7 +102,10 @@ def keeps(c: Call) -> bool:
             return (
                 False  # heads that lie beside each other are copied first: torch's kernel takes 0.8 to 0.9 of the time
             )
-    most = FEW if see.bias is None else WRITTEN_OUT if c.bias_gradient else FEW_BIASED
+    if plan.softcap is not None:
+        most = CAPPED
+    else:
+        most = FEW if see.bias is None else WRITTEN_OUT if c.bias_gradient else FEW_BIASED
     return FEWEST <= _scores(c) <= most
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -127,7 +128,10 @@ def _biased(call: Call, whole: bool) -> Short:
 
 
 def _kept(call: Call) -> Short:
-    """Few scores. A bias is looked through: whole, or its last row and, for rows without keys, the output."""
+    """Few scores. With a bias the output is looked through for rows without keys and for NaN that was hidden.
+
+    Where there is a gradient, which hides more, so is the bias: whole, or its last row.
+    """
     plan = call.plan
     term = future(plan.group, plan.T, plan.S, call.q.dtype) if call.see.banded else None
     whole = call.see.bias is None or call.see.bias.numel() <= GLANCE
@@ -141,10 +145,13 @@ def _kept(call: Call) -> Short:
             sinks = sinks if sinks.dtype == q.dtype else sinks.to(q.dtype)
         if bias is None:
             return few(q, k, v, term, sinks, plan.scale, plan.softcap)
+        out = few(q, k, v, bias, sinks, plan.scale, plan.softcap)
+        if not out.requires_grad:
+            flat = out.view(-1)
+            return None if math.isnan(torch.dot(flat, flat).item()) else out
         shown = bias.detach()
         if not (shown if whole else shown.select(-2, -1)).amin().item() > -math.inf:
             return None
-        out = few(q, k, v, bias, sinks, plan.scale, plan.softcap)
         return out if whole or not math.isnan(out.detach().select(-1, 0).sum().item()) else None
 
     return kept

@@ -22,6 +22,7 @@ from conformance.tests.torch_attention import as_tensors  # noqa: E402
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(known, "_known", {})
+    monkeypatch.setattr(known, "_bare", set())
 
 
 def _qkv(T=5, S=5, seed=0, dtype=torch.float64):
@@ -250,6 +251,40 @@ def test_autocast_and_strides_do_not_reach_a_remembered_call():
         assert torch.equal(attention(q, k, v), expected)
     strided = [x.mT.contiguous().mT for x in (q, k, v)]
     torch.testing.assert_close(attention(*strided), expected)
+
+
+def test_a_bare_call_is_torchs_kernel_alone_where_it_can_be(monkeypatch):
+    """Its memory as the kernel reads it, its second derivative refused by name, and torch's own choice left to it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernel, calls = known.FLASH, []
+    monkeypatch.setattr(known, "FLASH", lambda *given: calls.append(given) or kernel(*given))
+    for causal in (False, True):
+        q, k, v = _qkv()
+        expected = attention(q, k, v, causal=causal, kernel="dense")
+        before = len(calls)
+        for _ in range(3):
+            torch.testing.assert_close(attention(q, k, v, causal=causal), expected)
+        assert len(calls) == before + 2
+        strided = [x.mT.contiguous().mT for x in (q, k, v)]
+        torch.testing.assert_close(attention(*strided, causal=causal), expected)
+        for n in range(3):
+            mixed = [strided[n] if n == m else x for m, x in enumerate((q, k, v))]
+            torch.testing.assert_close(attention(*mixed, causal=causal), expected)
+        with sdpa_kernel(SDPBackend.MATH):
+            torch.testing.assert_close(attention(q, k, v, causal=causal), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(attention(q, k, v[:, :, :, :5], causal=causal), expected[..., :5])
+        assert len(calls) == before + 2
+        with pytest.raises(RuntimeError, match="kernel='sdpa' has no second derivative"):
+            _twice(lambda q: attention(q, k, v, causal=causal), q)  # noqa: B023 - called at once
+        assert len(calls) == before + 3
+    # What torch's kernel takes of strided queries alone is not what it takes of others.
+    q, k, v = (torch.randn(1, 8, 65, 3, dtype=torch.float64) for _ in range(3))
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for _ in range(2):
+        torch.testing.assert_close(attention(strided, k, v), attention(q, k, v, kernel="dense"))
+        assert _twice(lambda q: attention(q, k, v), q).isfinite().all()
 
 
 def test_vmap_after_calls_of_the_same_shape_sees_its_own_batch():

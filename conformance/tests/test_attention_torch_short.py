@@ -20,6 +20,7 @@ FEW, MANY = 1 << 15, 1 << 18
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(known, "_known", {})
+    monkeypatch.setattr(known, "_bare", set())
 
 
 def _qkv(N=1, G=8, T=T, S=T, D=3, seed=0, dtype=torch.float64, gradient=True):
@@ -90,6 +91,12 @@ def test_more_scores_with_a_learned_bias_have_them_too():
     bias = _leaf(1, 8, 192, 192)
     assert bias.numel() > MANY
     _compare([*_qkv(T=192, S=192), bias], "kept", bias=bias, twice=False)
+
+
+def test_more_scores_with_a_soft_cap_have_them_too():
+    assert MANY < 8 * 182 * 182
+    _compare(_qkv(T=182, S=182), "kept", causal=True, softcap=1.5, twice=False)
+    _compare(_qkv(T=182, S=182), "kept", softcap=1.5, twice=False)
 
 
 def test_queries_and_keys_of_different_lengths_too():
@@ -239,6 +246,8 @@ def test_a_bias_that_hides_keys_or_empties_rows_goes_the_long_way(size, ways, le
             expected = attention(*leaves, bias=term, kernel="dense")
             assert out.isfinite().all()
             torch.testing.assert_close(out, expected)
+            with torch.no_grad():  # where NaN shows, and what is a number is right
+                torch.testing.assert_close(attention(*leaves, bias=term), expected)
             wanted = [*leaves, *([term] if learned else [])]
             for mine, theirs in zip(
                 torch.autograd.grad(out.square().sum(), wanted),
