@@ -103,8 +103,9 @@ def measured(
     shared = {
         **package_environment(), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "WORLD_SIZE": str(count),
         "MASTER_PORT": port,
-        # What is freed goes back at once, so that the peak is of what is held.
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+        # What is freed goes back at once, so that the peak is of what is held, and of two lengths neither finds more
+        # room that is there already.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16),
     }  # fmt: skip
     _finish([[*map(str, words)]] * count, shared, timeout)
     said = json.loads(out.read_text(encoding="utf-8"))
@@ -133,8 +134,13 @@ def _finish(commands: Sequence[Sequence[str]], shared: Mapping[str, str], timeou
             while any(process.poll() is None for process in started):
                 failed = next((rank for rank, process in enumerate(started) if process.poll()), None)
                 if failed is not None:
-                    said = errors[failed].read_text(encoding="utf-8", errors="replace").splitlines() or ["no word"]
-                    raise WorkerFailed(f"process {failed} of {len(commands)}: {said[-1][:300]}")
+                    said = errors[failed].read_text(encoding="utf-8", errors="replace").splitlines()
+                    # Not the addresses below it, where a library ends its process.
+                    last = next(
+                        (line for line in reversed(said) if line and not line.lstrip().startswith(("@", "***"))),
+                        "no word",
+                    )
+                    raise WorkerFailed(f"process {failed} of {len(commands)}: {last[:300]}")
                 if time.monotonic() > until:
                     raise WorkerFailed(f"no end within {timeout:g} s")
                 time.sleep(0.05)

@@ -116,5 +116,5 @@ def test_attention_over_65536_positions_on_several_processes_is_the_whole_with_i
     assert rows.keys() == {1, 2, 4} and max(row["apart"] for row in rows.values()) <= long.TOLERANCE
     for count in (2, 4):
         # Beyond a share what travels, by shares of a few thousand positions, which more processes do not make fewer.
-        assert rows[count]["grows"] <= 1.3 / count * rows[1]["grows"], rows
+        assert rows[count]["grows"] <= 1.5 / count * rows[1]["grows"], rows
         assert rows[count]["held"] < rows[count // 2]["held"], rows
