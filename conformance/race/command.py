@@ -22,10 +22,8 @@ from .table import show
 from .task import ARCHITECTURES, DEVICES, MEASURES, PRECISIONS, SIZES, Task
 
 EPILOG = """examples:
-  conformance race --size small --with torch-compiled,torch-class
   conformance race --with all --size small --png race.png --json race.json --html race.html
   conformance race --sweep length --with torch,torch-lstm,torch-gru --values 64,128,256,512
-  conformance race --profile --with torch,jax --size small
   conformance race --devices 2 --with torch,jax --layout fsdp --png scaling.png
   conformance race --devices 4 --positions 65536 --json memory.json
 """
@@ -60,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--values", metavar="A,B", help="the sweep's values (default: around the size)")
     add("--devices", type=int, metavar="N", help="weak and strong scaling over 1, 2, ... N host devices")
     add("--layout", choices=AXES_OF_DEVICES, metavar="AXIS", help=f"of --devices: {_listed(AXES_OF_DEVICES)}")
-    add("--positions", type=int, metavar="T", help="of --devices: memory of attention over one row of T positions")
+    add("--positions", type=int, metavar="T", help="of --devices: memory of a row of T positions")
     add("--profile", action="store_true", help="no race: where each contestant's time goes")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each (default 10)")
     add("--seconds", type=float, default=1.0, metavar="X", help="length of a turn (default 1)")
