@@ -39,6 +39,7 @@ from .contract.checks.training import (
     check_trainer,
 )
 from .contract.config import ModelConfig, TrainConfig
+from .contract.memory import keep_freed_memory
 from .contract.progress import fit_bar
 from .contract.saving import Saver, whole
 from .contract.schedule import learning_rate
@@ -46,7 +47,6 @@ from .contract.tensor_file import numpy_dtype
 from .gradients.layers import loss_sum_and_gradient
 from .gradients.model import model_backward
 from .layers import loss_sum
-from .memory import keep_freed_memory
 from .model import Transformer, get_params, set_params
 from .optimizer import clip, global_norm, initial_state, update
 from .random import fold_in, key

@@ -48,7 +48,7 @@ def test_what_the_user_sets_stays(glibc):
     assert not kept and faults > 1000
 
 
-@pytest.mark.parametrize("package", ["backend_torch", "backend_jax"])
+@pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])
 def test_a_trainers_step_asks_for_it(package, monkeypatch):
     pytest.importorskip(package.replace("backend_", ""))
     import importlib
