@@ -70,7 +70,12 @@ def test_a_word_that_no_verb_knows_is_a_line_and_status_2(verb, capsys):
 
 
 # What is started by other processes of ours, with arguments of their own.
-WORKERS = {"conformance.race.worker", "conformance.devices.aot_worker", "conformance.suites.parallel_worker"}
+WORKERS = {
+    "conformance.race.worker",
+    "conformance.race.long_worker",
+    "conformance.devices.aot_worker",
+    "conformance.suites.parallel_worker",
+}
 # A script for a shell is for a program already.
 NO_JSON = {"conformance completion"}
 
