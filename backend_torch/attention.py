@@ -163,6 +163,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     lse = logsumexp(lses);  out = sum_i exp(lse_i - lse) * out_i. Each out (..., H, T, Dv), each lse (..., H, T).
     """
     check_merge(outs, lses)
+    for out, lse in zip(outs, lses, strict=True):
+        require_tensors(outs=out, lses=lse)
     acc = accumulation(outs[0].dtype)
     logs = torch.stack([x.to(acc) for x in lses])
     top = logs.detach().amax(0)

@@ -21,10 +21,14 @@ CALL = {name: name for name in ("segments", "positions", "context", "context_len
 
 
 def host_arrays(batch: Any) -> Any:
-    """The batch on the host, where it is checked; what is no dict goes on to the check."""
+    """The batch on the host, where it is checked; what is no dict, and fields that are lists, go on to the check."""
     if not isinstance(batch, Mapping):
         return batch
-    return {name: to_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for name, x in batch.items()}
+    return {name: x if isinstance(x, list | tuple) else _host_array(x) for name, x in batch.items()}
+
+
+def _host_array(x: Any) -> np.ndarray:
+    return to_numpy(x) if isinstance(x, Tensor) else np.asarray(x)
 
 
 def tensors(arrays: dict[str, np.ndarray], device: torch.device) -> Tensors:

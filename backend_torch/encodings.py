@@ -25,13 +25,14 @@ from core_numpy.contract.checks.encodings import (
 )
 from core_numpy.contract.config import RotaryScaling
 
-from .arrays import values
+from .arrays import require_tensors, values
 from .frequencies import scaled_frequencies
 
 
 def embed(table: Tensor, ids: Tensor) -> Tensor:
     """Rows of a table (V, W), ids integers (...) -> (..., W). Native: `F.embedding`. Rules: core_numpy.encodings."""
     check_embed(table, ids, values)
+    require_tensors(table=table, ids=ids)
     return F.embedding(_index(ids), table)
 
 
@@ -45,6 +46,7 @@ def sinusoidal_encoding(
 ) -> Tensor:
     """Sines and cosines, positions integers (...) -> (..., width) on their device. Rules: core_numpy.encodings."""
     width, base = check_sinusoidal(positions, width, base, layout, dtype)
+    require_tensors(positions=positions)
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     angles = _angles(positions, torch.pow(base, -exponents))
     sines, cosines = angles.sin(), angles[..., : width // 2].cos()
@@ -71,6 +73,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, *, attention_factor: f
     float64, or float32 where the device has no float64. Rules: core_numpy.encodings.
     """
     factor = check_tables(positions, frequencies, attention_factor)
+    require_tensors(positions=positions, frequencies=frequencies)
     angles = _angles(positions, frequencies)
     dtype = torch.float64 if _has_float64(positions.device) else torch.float32
     cos, sin = factor * angles.cos(), factor * angles.sin()
@@ -83,6 +86,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -
     Computed in float32 at least, float64 for float64. Rules: core_numpy.encodings.
     """
     check_apply_rotary(x, cos, sin, layout)
+    require_tensors(x=x, cos=cos, sin=sin)
     return rotate(x, cos, sin, layout)
 
 
@@ -104,6 +108,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 def permute_rotary(weight: Tensor, heads: int, *, source: str, target: str, rotary_dim: int | None = None) -> Tensor:
     """A canonical query or key weight (in, heads * D), or bias, reordered for the other layout. Rules: encodings."""
     heads, size, rotated = check_permute(weight, heads, source, target, rotary_dim)
+    require_tensors(weight=weight)
     by_head = weight.unflatten(-1, (heads, size))
     turning, passing = by_head[..., :rotated], by_head[..., rotated:]
     if source != target:
@@ -160,6 +165,7 @@ def relative_bias(
     each, max_distance = check_buckets(buckets, max_distance, bidirectional)
     sizes = check_distances(T, S, q_offset)
     check_relative_table(table, buckets)
+    require_tensors(table=table)
     bucket = _buckets(*sizes, each, max_distance, bidirectional, q_offset, table.device)
     return F.embedding(bucket, table).movedim(-1, -3)
 

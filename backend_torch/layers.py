@@ -20,7 +20,7 @@ from core_numpy.contract.checks.layers import (
     check_softmax,
 )
 
-from .arrays import values
+from .arrays import require_tensors, values
 from .place import element_index
 from .random import uniform, uniform_at
 
@@ -28,6 +28,7 @@ from .random import uniform, uniform_at
 def softmax(x: Tensor, *, axis: int = -1) -> Tensor:
     """exp(x - max) / sum(exp(x - max)) along `axis`; x's shape and dtype. Rules: core_numpy.layers."""
     check_softmax(x, axis)
+    require_tensors(x=x)
     if x.numel() == 0:
         return x.clone()
     # torch gives NaN where every entry is -inf. Selecting before and after keeps the derivative 0 there too.
@@ -39,35 +40,44 @@ def softmax(x: Tensor, *, axis: int = -1) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; x (..., W). Rules: core_numpy.layers."""
-    return normalise_layer(x, weight, bias, check_layer_norm(x, weight, bias, eps))
+    eps = check_layer_norm(x, weight, bias, eps)
+    require_tensors(x=x, weight=weight, bias=bias)
+    return normalise_layer(x, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, unit_offset: bool = False) -> Tensor:
     """x / sqrt(mean(x²) + eps) * (weight, or 1 + weight) over the last axis; x (..., W). Rules: core_numpy.layers."""
-    return normalise_rms(x, weight, check_rms_norm(x, weight, eps, unit_offset), bool(unit_offset))
+    eps = check_rms_norm(x, weight, eps, unit_offset)
+    require_tensors(x=x, weight=weight)
+    return normalise_rms(x, weight, eps, bool(unit_offset))
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """x Phi(x), or its tanh form; x's shape and dtype. Rules: core_numpy.layers."""
     check_gelu(x, approximate)
+    require_tensors(x=x)
     return F.gelu(x, approximate=approximate)
 
 
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x); x's shape and dtype. Rules: core_numpy.layers."""
     check_activation(x)
+    require_tensors(x=x)
     return F.silu(x)
 
 
 def relu(x: Tensor) -> Tensor:
     """max(x, 0); x's shape and dtype. Rules: core_numpy.layers."""
     check_activation(x)
+    require_tensors(x=x)
     return F.relu(x)
 
 
 def dropout(x: Tensor, rate: float, key: Tensor | None) -> Tensor:
     """x / (1 - rate) where uniform(key) < 1 - rate, else 0; x's shape and dtype. Rules: core_numpy.layers."""
-    return drop(x, check_dropout_layer(x, rate, key), key)
+    rate = check_dropout_layer(x, rate, key)
+    require_tensors(x=x, key=key)
+    return drop(x, rate, key)
 
 
 def cross_entropy(
@@ -83,6 +93,7 @@ def cross_entropy(
     float32 for half logits. Rules: core_numpy.layers.
     """
     check_cross_entropy(logits, targets, ignore_index, label_smoothing, z_loss, values=values)
+    require_tensors(logits=logits, targets=targets)
     total = summed_cross_entropy(logits, targets, int(ignore_index), float(label_smoothing), float(z_loss))
     return total / (targets != ignore_index).sum().clamp(min=1)
 

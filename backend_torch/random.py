@@ -24,7 +24,7 @@ from core_numpy.contract.checks.random import (
     check_shape,
 )
 
-from .arrays import values
+from .arrays import require_tensors, values
 
 # Distances of rotation and the parity constant of the key schedule, from the paper's reference code (Random123).
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -40,6 +40,7 @@ def key(seed: int) -> Tensor:
 def split(key: Tensor, n: int = 2) -> Tensor:
     """n independent keys, int64 (n, 2). Rules: core_numpy.random."""
     check_key("key", key)
+    require_tensors(key=key)
     counter = torch.arange(check_count(n), dtype=torch.int64, device=key.device)
     return torch.stack(_threefry(key, torch.zeros_like(counter), counter), dim=-1)
 
@@ -47,6 +48,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """The key that `data` (from 0 to 2**32 - 1) makes of `key`. Rules: core_numpy.random."""
     value = check_fold(key, data, values)
+    require_tensors(key=key)
     counter = torch.as_tensor(data if value is None else value, dtype=torch.int64, device=key.device)
     return torch.stack(_threefry(key, torch.zeros_like(counter), counter), dim=-1)
 
@@ -54,12 +56,14 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 def random_bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     """int64 from 0 to 2**32 - 1 of the given shape, every bit fair. Rules: core_numpy.random."""
     shape = check_shape(key, shape)
+    require_tensors(key=key)
     return _bits(key, torch.arange(math.prod(shape), dtype=torch.int64, device=key.device), 0).reshape(shape)
 
 
 def bits_at(key: Tensor, low: Tensor, high: Tensor | int = 0) -> Tensor:
     """The bits at flat indices high * 2**32 + low; low may hold a whole 63-bit index. Rules: core_numpy.random."""
     check_counter(key, low, high)
+    require_tensors(key=key)
     return _bits(key, low, high)
 
 
@@ -90,6 +94,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: tuple[int, ...]) -> Tensor:
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
     """Indices along the last axis, drawn with probability softmax(logits); int64 (...), logits (..., V)."""
     check_logits(key, logits)
+    require_tensors(key=key, logits=logits)
     u = uniform(key, logits.shape).clamp_min(torch.finfo(torch.float32).tiny)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return torch.argmax(logits.to(wide) - torch.log(-torch.log(u)), dim=-1)

@@ -63,6 +63,9 @@ def _case(source: str, table: dict[str, Any]) -> Case:
     case = Case(**values)
     if sum(verb is not None for verb in (case.equals, case.refuses, case.unchanged)) > 1:
         raise ValueError(f"{label} must have one verb of equals, refuses and unchanged")
+    if case.refuses is not None and (not isinstance(case.refuses, dict) or set(case.refuses) != {"type", "phrase"}):
+        wanted = '{ type = "ValueError", phrase = "words of the sentence" }'
+        raise ValueError(f"{label} must have refuses = {wanted}; got {case.refuses!r}")
     if case.level not in LEVELS:
         raise ValueError(f"{label} has level {case.level!r}; levels are {', '.join(LEVELS)}")
     spec = FUNCTIONS[case.function]

@@ -83,8 +83,10 @@ def loss_and_gradients(
 
 
 def _arrays(batch: Any) -> Any:
-    """The batch with its fields as NumPy arrays; what is no dict goes on to the check."""
-    return {name: np.asarray(x) for name, x in batch.items()} if isinstance(batch, Mapping) else batch
+    """The batch with its fields as NumPy arrays; what is no dict, and fields that are lists, go on to the check."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: x if isinstance(x, list | tuple) else np.asarray(x) for name, x in batch.items()}
 
 
 def _sums(

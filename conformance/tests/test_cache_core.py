@@ -45,6 +45,9 @@ def test_positions_past_the_learned_table_are_refused():
     model(np.zeros((1, 8), int), cache=cache)
     with pytest.raises(ValueError, match="got 9 positions, 8 of them in the cache"):
         model(np.zeros((1, 1), int), cache=cache)
+    with pytest.raises(ValueError, match=r"max_new must be at most 6: the learned table has max_length=8 .*; got 7"):
+        generate(model, np.zeros((1, 3), int), max_new=7)
+    assert generate(model, np.zeros((1, 3), int), max_new=6).shape == (1, 9)  # the last one is never read
     with pytest.raises(ValueError, match="positions must be from 0 to 7"):
         model(np.zeros((1, 2), int), positions=np.array([0, 8]))
 

@@ -44,6 +44,29 @@ def test_how_a_text_is_cut_into_batches_changes_no_measurement_and_a_part_of_it_
     assert "36 bytes, the first of 200\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [("--heads 3", ""), ("--stpes 3", "; did you mean --steps?"), ("--eval-every=2", "; did you mean")],
+)
+def test_an_option_that_a_verb_does_not_know_is_told_the_near_one_and_the_verbs_help(stand_in, capsys, words, near):
+    with pytest.raises(SystemExit) as ended:
+        main(stand_in, ["train", *words.split()])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert f" train: unrecognized arguments: {words}{near}" in said and said.endswith(" train --help says more\n")
+
+
+def test_a_run_in_the_place_of_a_pretrained_folder_is_told_its_option(stand_in, capsys):
+    assert main(stand_in, [*RUN, "--steps", "3"]) == 0
+    for folder in ("runs/numpy-tiny", "runs/numpy-tiny/step-00000003"):
+        capsys.readouterr()
+        assert main(stand_in, ["generate", "--model", folder, "a"]) == 2
+        assert (
+            f"{folder} is a run or a checkpoint, no Hugging Face folder: --resume {folder} reads it"
+            in capsys.readouterr().err
+        )
+
+
 def test_a_run_is_resumed_and_measured_from_another_directory(stand_in, capsys, monkeypatch):
     assert main(stand_in, [*RUN, "--steps", "3"]) == 0
     Path("elsewhere").mkdir()

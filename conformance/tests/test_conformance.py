@@ -172,6 +172,13 @@ def test_a_misspelt_field_of_a_row_is_an_error():
         rows._case("file.toml", table)
 
 
+@pytest.mark.parametrize("refuses", ["ValueError", {"type": "ValueError"}, {"type": "ValueError", "text": "x"}])
+def test_a_refusal_without_its_type_and_phrase_is_told_what_they_look_like(refuses):
+    table = {"id": "x", "rules": [], "why": "", "function": "softmax", "inputs": {}, "refuses": refuses}
+    with pytest.raises(ValueError, match=r'case \'x\' must have refuses = \{ type = "ValueError", phrase'):
+        rows._case("file.toml", table)
+
+
 def test_the_rounding_of_float32_uses_at_most_a_third_of_the_budget_in_the_reference():
     target = load("core_numpy")
     shares = [

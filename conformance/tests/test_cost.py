@@ -115,5 +115,8 @@ def test_wrong_sizes_are_refused_by_name():
         attention_cost(GROUPED, 0, 3)
     with pytest.raises(TypeError, match="length must be an integer"):
         step_cost(ModelConfig(width=4, heads=2, vocab=5, layers=1), 1, 2.0)
-    with pytest.raises(TypeError, match="config must be a ModelConfig"):
+    with pytest.raises(TypeError, match="config must be a ModelConfig; got BlockConfig"):
         step_cost(GROUPED, 1, 2)
+    for cost in (attention_cost, feed_forward_cost):
+        with pytest.raises(TypeError, match=r"config must be a BlockConfig or ModelConfig; got dict \{'width': 6\}"):
+            cost({"width": 6}, 2, 3)

@@ -85,6 +85,8 @@ BATCHES = {
     "longer than the positions": (
         {"tokens": np.zeros((3, 5), int), "targets": np.zeros((3, 5), int)}, {}, ValueError, "max_length|positions"),
     "lengths past the end": ({"lengths": np.array([1, 2, 4])}, {}, ValueError, "lengths"),
+    "tokens of a list": ({"tokens": GOOD["tokens"].tolist()}, {}, TypeError, "tokens must be an array; got list"),
+    "lengths of a tuple": ({"lengths": (1, 2, 3)}, {}, TypeError, "kv_lengths must be an array; got tuple"),
     "no targets": ({"targets": None}, {}, ValueError, "batch must hold 'targets'"),
 }  # fmt: skip
 

@@ -215,3 +215,24 @@ def test_every_rule_of_the_reference_has_a_case_or_a_named_test():
 
 def test_every_case_cites_a_rule_that_stands_in_the_reference():
     assert not cited() - rules()
+
+
+def test_every_function_that_a_case_may_name_has_its_row_in_the_tables_of_a_run():
+    from conformance.functions import FUNCTIONS
+    from conformance.summary import GROUPS
+
+    shown = {name for _, functions in GROUPS for name in functions}
+    assert set(FUNCTIONS) <= shown, f"not in conformance.summary.GROUPS: {sorted(set(FUNCTIONS) - shown)}"
+
+
+@pytest.mark.parametrize("field", ["positions", "activation", "norm", "norm_place", "head", "pool", "kind"])
+def test_every_choice_of_a_configuration_is_asked_of_a_model(field):
+    from conformance.models import load_model_cases
+    from core_numpy.contract import config
+
+    choices = getattr(config, f"{field.upper().removesuffix('S')}S")
+    default = config.ModelConfig.__dataclass_fields__[field].default
+    asked = {
+        case.config.get(field, default) for case in load_model_cases() if case.stream is None and case.train is None
+    }
+    assert set(choices) <= asked, f"no row of cases/models.toml has {field} = {sorted(set(choices) - asked)}"

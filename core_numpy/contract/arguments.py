@@ -7,15 +7,25 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, without the usage in front of an error: that is what --help is for.
 
-    A mistyped choice is told the near one.
+    A mistyped choice or option is told the near one, and an option of another verb the help of this one.
     """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """argparse hands what a verb's parser does not know up to the first one, which knows the verb no more."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [name for name in self._option_string_actions if name.startswith("--") and name != "--help"]
+            near = [name for x in unknown for name in difflib.get_close_matches(x.partition("=")[0], options, 1)]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)

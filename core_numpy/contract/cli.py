@@ -244,6 +244,11 @@ def _writer(backend: ModuleType, arguments: argparse.Namespace) -> tuple[Any, Wo
     if arguments.resume is not None:
         checkpoint, settings, model = _load(backend, arguments)
         return model, Words(numbers=settings.data is not None or checkpoint.config.vocab != 256)
+    folder = Path(arguments.model)
+    if not (folder / "config.json").exists() and any(
+        (folder / name).exists() for name in ("run.json", "checkpoint.json")
+    ):
+        raise ValueError(f"{folder} is a run or a checkpoint, no Hugging Face folder: --resume {folder} reads it")
     model = backend.Transformer.from_pretrained(arguments.model, device=arguments.device)
     if model.config.head != "lm" or model.config.kind != "decoder":
         raise ValueError(

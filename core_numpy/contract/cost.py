@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .checks.common import require_int
+from .checks.common import came, require_int
 from .config import BlockConfig, ModelConfig
 from .parameters import (
     Parameter,
@@ -87,6 +87,7 @@ def attention_cost(
     `context` makes it cross-attention to that many keys, all visible. Kept for the backward pass: the inputs, q, k, v,
     the heads' outputs and their log-sum-exp (float32); with `stored_weights` also B H T S weights.
     """
+    _require_config(config)
     B, T = require_int("batch", batch, 1), require_int("length", length, 1)
     S = T if context is None else require_int("context", context, 1)
     require_int("itemsize", itemsize, 1)
@@ -104,6 +105,7 @@ def attention_cost(
 
 def feed_forward_cost(config: BlockConfig, batch: int, length: int, *, itemsize: int = 4, name: str = "ffn") -> Cost:
     """One feed-forward layer: 2 B T W F for each of up, down and the gate, if there is one (F the hidden size)."""
+    _require_config(config)
     rows = require_int("batch", batch, 1) * require_int("length", length, 1)
     W, F, ups = config.width, config.hidden_size, 2 if config.gated else 1
     forward = 2 * rows * W * F * (ups + 1)
@@ -120,7 +122,7 @@ def step_cost(config: ModelConfig, batch: int, length: int, *, itemsize: int = 4
     logits, and the update (AdamW: reads p, gradient and two moments, writes p and the moments, 7 float32 numbers each).
     """
     if not isinstance(config, ModelConfig):
-        raise TypeError(f"config must be a ModelConfig; got {type(config).__name__}")
+        raise TypeError(f"config must be a ModelConfig; got {came(config)}")
     B, T = require_int("batch", batch, 1), require_int("length", length, 1)
     if config.kind == "encoder_decoder":
         encoder, decoder = config.stack("encoder"), config.stack("decoder")
@@ -168,6 +170,11 @@ def _head_cost(config: ModelConfig, B: int, T: int, itemsize: int, name: str) ->
     moved = config.width * out + rows * (config.width + out)
     kept = norm + rows * (config.width + out)
     return Cost(name, _count(table), forward, 2 * forward, 3 * moved * itemsize, kept * itemsize)
+
+
+def _require_config(config: Any) -> None:
+    if not isinstance(config, BlockConfig):
+        raise TypeError(f"config must be a BlockConfig or ModelConfig; got {came(config)}")
 
 
 def _count(table: dict[str, Parameter]) -> int:

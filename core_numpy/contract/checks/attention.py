@@ -85,8 +85,16 @@ def attention_plan(
 ) -> AttentionPlan:
     """Check every argument of an attention call; v is None for `attention_weights`.
 
-    Raises TypeError for a wrong type or dtype and ValueError for a wrong shape, range or combination; the
-    sentence names the argument, what came and what would be right.
+    Refused, with a TypeError for a type or dtype and a ValueError for a shape, a range or a combination; the sentence
+    names the argument, what came and what would be right:
+
+    q, k, v that are no floating arrays, of several dtypes, ranks or batch axes; head sizes of q and k that differ or
+    are 0; heads of q that are no multiple of k's; heads or a length of v that are not k's. A mask that is not boolean,
+    a bias that is not floating or holds NaN, and of both a shape that is neither (T, S) nor the scores' own with 1 in
+    some places. A window that is no pair of sides from 0 on. Causality or a window with T != S and no q_offset. Lengths
+    that are not one integer from 0 to S per batch element. Segments of one side alone, unsigned ones, other shapes.
+    Sinks that are not one floating number per query head. A scale that is not finite, a soft cap that is not above 0,
+    a dropout rate outside 0 to 1, and one above 0 without a key.
     """
     batch, has_heads, H, G, T, S, D, Dv = _sizes(q, k, v)
     shape = (*batch, *((H,) if has_heads else ()), T, S)
@@ -107,22 +115,14 @@ def attention_plan(
         require_shape("sinks", sinks, (H,) if has_heads else (), "(one logit per query head)")
     check_attention_values(S, bias=bias, kv_lengths=kv_lengths, sinks=sinks, values=values)
     return AttentionPlan(
-        batch=batch,
-        has_heads=has_heads,
-        H=H,
-        G=G,
-        T=T,
-        S=S,
-        D=D,
-        Dv=Dv,
-        dtype=dtype_name(q),
+        batch, has_heads, H, G, T, S, D, Dv, dtype_name(q),
         scale=1.0 / math.sqrt(D) if scale is None else require_number("scale", scale, "a finite number or None"),
         softcap=_check_softcap(softcap),
         causal=bool(causal),
         window=window,
         q_offset=offset,
         dropout_rate=check_dropout(dropout_rate, dropout_key),
-    )
+    )  # fmt: skip
 
 
 def check_attention_values(S: int, *, bias: Any, kv_lengths: Any, sinks: Any, values: Values) -> None:
@@ -145,10 +145,9 @@ def _sizes(q: Any, k: Any, v: Any | None) -> tuple[tuple[int, ...], bool, int, i
     rank = len(q.shape)
     for name, x in arrays.items():
         if len(x.shape) != rank or rank < 2:
-            raise ValueError(
-                f"{name} must have the rank of q, at least 2: (length, size) or (..., heads, length, size); "
-                f"got q {tuple(q.shape)}, {name} {tuple(x.shape)}"
-            )
+            wanted = "at least two axes" if rank < 2 else "the rank of q"
+            shapes = ", ".join(f"{one} {tuple(y.shape)}" for one, y in {"q": q, name: x}.items())
+            raise ValueError(f"{name} must have {wanted}: (length, size) or (..., heads, length, size); got {shapes}")
         if dtype_name(x) != dtype_name(q):
             raise TypeError(
                 f"{name} must have the dtype of q ({dtype_name(q)}); got {dtype_name(x)}: convert one of them"
@@ -169,7 +168,7 @@ def _sizes(q: Any, k: Any, v: Any | None) -> tuple[tuple[int, ...], bool, int, i
     if H == 0 or G == 0 or H % G:
         raise ValueError(
             f"q must have a multiple of k's heads: query head h reads key/value head h // (H // G); "
-            f"got H={H} query heads and G={G} key/value heads"
+            f"got H={H} query heads and G={G} key/value heads (the axes are ..., heads, length, size)"
         )
     if v is None:
         return batch, has_heads, H, G, T, S, D, D
@@ -235,7 +234,10 @@ def check_window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window must be None or (left, right); got {came(window)}")
-    left, right = (None if side is None else require_int("window", side, 0) for side in window)
+    left, right = (
+        None if side is None else require_int(f"window's {name} side", side, 0)
+        for name, side in zip(("left", "right"), window, strict=True)
+    )
     return None if left is None and right is None else (left, right)
 
 
@@ -316,8 +318,8 @@ def check_dropout(rate: Any, key: Any, *, rate_name: str = "dropout_rate", key_n
 
 def check_key(name: str, key: Any) -> None:
     """A key is two uint32 words (torch, without uint32 arithmetic, keeps them in int64)."""
-    require_array(name, key)
-    if tuple(key.shape) != (2,) or not is_integer(key):
+    array = hasattr(key, "dtype") and hasattr(key, "shape")
+    if not array or tuple(key.shape) != (2,) or not is_integer(key):
         raise TypeError(f"{name} must be a key made by key(), split() or fold_in(): two 32-bit words; got {came(key)}")
 
 

@@ -54,7 +54,8 @@ def require_float(name: str, x: Any) -> None:
     """Refuse what is no array of float16, bfloat16, float32 or float64."""
     require_array(name, x)
     if dtype_name(x) not in FLOATS:
-        raise TypeError(f"{name} must be one of {', '.join(FLOATS)}; got {came(x)}")
+        hint = ": convert it to one of them" if is_integer(x) else ""
+        raise TypeError(f"{name} must be one of {', '.join(FLOATS)}; got {came(x)}{hint}")
 
 
 def is_integer(x: Any) -> bool:

@@ -11,7 +11,7 @@ from ..config import BlockConfig, ModelConfig, TrainConfig
 from .attention import check_key
 from .common import FLOATS, Values, came, require_choice, require_int, require_integer, require_number, require_shape
 from .layers import check_targets
-from .model import CallPlan, check_model_call, check_model_positions
+from .model import check_model_call
 
 # Ids that need no target: what loss_and_gradients leaves out of the mean (PyTorch's convention).
 IGNORED = -100
@@ -176,7 +176,11 @@ def check_generate(
                 f"lengths must be from 1 to {T} (the prompt's length); got values from {read.min()} to {read.max()}"
             )
     # The last new token is returned and never read, so it needs no position.
-    check_model_positions(config, None, CallPlan(B, max(T + new - 1, T), 0), values)
+    if config.positions == "learned" and T + new - 1 > config.max_length:
+        raise ValueError(
+            f"max_new must be at most {config.max_length - T + 1}: the learned table has max_length="
+            f"{config.max_length} positions, and tokens hold {T}; got {new}"
+        )
     _check_sampling(temperature, top_k, top_p, key)
     return new
 
