@@ -17,7 +17,9 @@ class Parser(argparse.ArgumentParser):
     A mistyped choice or option is told the near one, and an option of another verb the help of this one.
     """
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]  # argparse's is overloaded
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """argparse hands what a verb's parser does not know up to the first one, which knows the verb no more."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
