@@ -90,15 +90,17 @@ def _rows(
     conditions = allowed(spec, terms, block, None)
     dead = None
     if conditions:
-        visible = _merged(spec, block, all_of(conditions))
-        # Finite, so that a row without keys needs no selection between its maximum and its exponentials.
-        s = jnp.where(visible, s, jnp.finfo(acc).min)
+        # A bias of -inf does not hide by itself: a query without keys may hold NaN.
+        s = jnp.where(_merged(spec, block, all_of(conditions)), s, -jnp.inf)
     m = s.max(-1, keepdims=True)
     if conditions and not every_query_sees(spec, terms):
-        dead = m == jnp.finfo(acc).min
+        dead = m == -jnp.inf
     sink = _sinks(spec, terms, block, acc) if "sinks" in terms else None
     if sink is not None:
         m = jnp.maximum(m, sink)
+    if conditions:
+        # Finite, so that a row without keys needs no selection before its exponentials; they and their sum are 0.
+        m = jnp.maximum(m, jnp.finfo(acc).min)
     p = jnp.exp(s - m)
     l = p.sum(-1, keepdims=True)
     if sink is not None:

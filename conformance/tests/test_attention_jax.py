@@ -157,3 +157,26 @@ def test_from_numpy_copies_and_values_reads_only_what_is_there():
     assert seen == [None]
     assert backend_jax.describe()["framework"] == "jax"
     assert backend_jax.wait({"a": kept})["a"] is kept
+
+
+@pytest.mark.parametrize("length", [4, 600])
+def test_a_bias_of_the_least_number_hides_nothing(length):
+    """What many programs write for -inf: a row that has nothing else is a mean, and only -inf leaves it out."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 2, length, 8)).astype("float32") for _ in range(3))
+    bias = np.full((1, 2, length, length), np.finfo("float32").min, "float32")
+    bias[:, :, 0], bias[:, :, 1, 1:] = 0.0, -np.inf
+    bias[:, :, 2] = -np.inf
+    for sinks in (None, np.array([0.5, -np.inf], "float32")):
+        for jitted in (False, True):
+            call = jax.jit(backend_jax.attention) if jitted else backend_jax.attention
+            expected = core_numpy.attention(q, k, v, bias=bias, sinks=sinks)
+            np.testing.assert_allclose(np.asarray(call(q, k, v, bias=bias, sinks=sinks)), expected, atol=2e-6)
+    if length > 512:  # in blocks, whose weights are made again from an lse that has no digits left for their sum
+        return
+    grads = jax.grad(lambda *x: (backend_jax.attention(*x[:3], bias=x[3]) * v).sum(), argnums=(0, 1, 2, 3))(
+        q, k, v, bias
+    )
+    wanted = core_numpy.gradients.attention_vjp(v, q, k, v, bias=bias)
+    for name, mine in zip(("q", "k", "v", "bias"), grads, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), wanted[name], atol=2e-5, err_msg=name)
