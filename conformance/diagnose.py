@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json != "-":
         print_document(name, found)
         if not failing:
-            print(f"nothing to diagnose: {len(judged)} cases pass")
+            print(f"nothing to diagnose: {len(judged)} case{'s pass' if len(judged) != 1 else ' passes'}")
     return int(bool(failing))
 
 

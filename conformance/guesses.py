@@ -126,7 +126,10 @@ def _rounding(left: Sequence[Row]) -> list[Guess]:
 def _ranked(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:
     functions = {row.case.function for row in left}
     candidates = [fault for fault in bench.faults if touched(fault) & functions]
-    first = _spread(left, FIRST)
+    first = [
+        *_spread([r for r in left if not _raised(r, seen)], FIRST),
+        *_spread([r for r in left if _raised(r, seen)], FIRST),
+    ]
     tried = {fault.id: sum(_fits(fault, row, seen, bench) for row in first) for fault in candidates}
     most = sorted((fault for fault in candidates if tried[fault.id]), key=lambda fault: -tried[fault.id])[:BEST]
     guesses = [_guess(fault, left, judged, seen, bench) for fault in most]
@@ -177,21 +180,17 @@ def _guess(fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[
             near, far = _away(fault, row, seen, bench)
             if near < share or (near == share and np.isfinite(far) and not np.isfinite(away)):
                 closest, share, away = row.case.id, near, far
-        elif _both_raise(fault, row, seen, bench):
+        elif row.failed and _raised(row, seen):
             continue
         elif bench.shows(fault, row) or (row.case.id in open_rows and row.case.function in touched(fault)):
             against.append(row.case.id)
     return Guess(fault, tuple(explained), tuple(against), closest, share, away)
 
 
-def _both_raise(fault: Fault, row: Row, seen: dict[str, Arrays], bench: Bench) -> bool:
-    """Errors of two kinds say nothing for a fault, and nothing against it: each framework has its own."""
-    return (
-        row.failed
-        and row.case.function in touched(fault)
-        and "error" in seen[row.case.id]
-        and "error" in bench.of(fault.id, row)
-    )
+def _raised(row: Row, seen: dict[str, Arrays]) -> bool:
+    """Whether the target raised where an answer was due. That says nothing against a fault that others show: the two
+    may stand side by side, and errors that two programs raise are of two kinds."""
+    return "error" in seen[row.case.id] and "wrote into" not in str(seen[row.case.id]["error"])
 
 
 def _by_size(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:

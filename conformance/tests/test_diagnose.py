@@ -142,6 +142,16 @@ def test_two_faults_of_different_functions_are_both_named():
     assert {guess.fault.id for guess in guesses} == {"gelu-tanh-always", "rms-norm-offset-forgotten"}
 
 
+def test_a_fault_is_named_beside_cases_in_which_the_target_raises():
+    def apply_rotary(x, cos, sin, *, layout="half"):
+        if cos.ndim != 2 or 2 * cos.shape[-1] != x.shape[-1] or x.dtype != np.float64:
+            raise TypeError("float64 and one table of half the columns, please")
+        return core_numpy.apply_rotary(x, cos, sin, layout="interleaved")
+
+    guess = first_guess(outside(apply_rotary=apply_rotary), "apply-rotary")[0]
+    assert guess.fault.id == "rotary-other-layout"
+
+
 def test_what_no_fault_explains_is_not_explained():
     assert first_guess(outside(silu=lambda x: np.sqrt(np.abs(x)))) == []
 
