@@ -49,7 +49,9 @@ def norm_of(
         return norm, one, squares
 
     def scaled() -> tuple[jax.Array, jax.Array, Arrays]:
-        squares, joint = sums({name: g * jnp.asarray(SMALL, g.dtype) for name, g in grads.items()})
+        # XLA would take (g SMALL)² for g² SMALL², which is infinity times 0.
+        small = jax.lax.optimization_barrier({name: g * jnp.asarray(SMALL, g.dtype) for name, g in grads.items()})
+        squares, joint = sums(small)
         return jnp.sqrt(sum(joint.values())), one * SMALL, squares
 
     return jax.lax.cond(jnp.isfinite(norm), lambda: (norm, one, squares), scaled)
