@@ -51,6 +51,7 @@ def check_refused(folder, *words, kind=ValueError, packages=("core_numpy",)):
 
 def test_no_folder_and_no_config(folder, tmp_path):
     check_refused(tmp_path / "nowhere", "does not exist", kind=FileNotFoundError, packages=PACKAGES)
+    check_refused("some-hub/some-model", "nothing is downloaded", kind=FileNotFoundError, packages=PACKAGES)
     (folder / "config.json").unlink()
     check_refused(folder, "config.json", kind=FileNotFoundError, packages=PACKAGES)
 
@@ -295,3 +296,11 @@ def test_no_warning_comes_with_a_sound_folder(folder):
         for package in PACKAGES:
             load(package).Transformer.from_pretrained(folder)
     assert [str(one.message) for one in said] == []
+
+
+def test_a_trainers_checkpoint_is_named_with_what_reads_it(tmp_path):
+    C = load("core_numpy")
+    trainer = C.Trainer(C.Transformer(C.ModelConfig(vocab=8, width=8, heads=1, layers=1)), C.TrainConfig(steps=1))
+    saved = trainer.save(tmp_path / "run")
+    for folder in (saved, tmp_path / "run"):
+        check_refused(folder, "checkpoint of a trainer", "Trainer.load", kind=FileNotFoundError, packages=PACKAGES)

@@ -38,9 +38,13 @@ class Stored:
 def read_fields(folder: Path) -> dict[str, Any]:
     """`config.json` as a dict."""
     if not folder.exists():
-        raise FileNotFoundError(f"{folder} does not exist: expected a folder with {CONFIG} and *.safetensors")
+        raise FileNotFoundError(
+            f"{folder} does not exist: expected a folder with {CONFIG} and *.safetensors; nothing is downloaded"
+        )
     path = folder / CONFIG
     if not folder.is_dir() or not path.exists():
+        if any(folder.glob("checkpoint.json")) or any(folder.glob("step-*/checkpoint.json")):
+            raise FileNotFoundError(f"{folder} is the checkpoint of a trainer, without {CONFIG}: Trainer.load reads it")
         raise FileNotFoundError(f"{folder} has no {CONFIG}: expected a folder with {CONFIG} and *.safetensors")
     return read_object(path)
 
