@@ -108,7 +108,9 @@ def values(x: torch.Tensor) -> np.ndarray | None:
     """
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or traced():
         return None
-    # `numpy()` would pin the memory of a parameter, which `fully_shard` gives back between uses.
-    owned = isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
-    x = x.detach().clone() if owned else x.detach()
-    return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    x = x.detach()
+    if not x.dtype.is_floating_point:
+        return x.numpy()
+    # `numpy()` would pin the memory of a parameter, which `fully_shard` gives back between uses, and no tensor tells
+    # that it is a view of one: those that a backward pass is handed do not.
+    return np.from_dlpack(x.float() if x.dtype == torch.bfloat16 else x)

@@ -280,35 +280,26 @@ class Transformer(Stack):
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        require_tensors(
-            tokens=tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions,
-            dropout_key=dropout_key, context=context, context_lengths=context_lengths,
-        )  # fmt: skip
-        check_model_call(
-            self.config, tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
-            dropout_key=dropout_key, context=context, context_lengths=context_lengths, dtype=self.dtype, values=values,
-        )  # fmt: skip
-        return self.unchecked(
-            tokens, mask=mask, kv_lengths=kv_lengths, segments=segments, positions=positions, cache=cache,
-            dropout_key=dropout_key, context=context, context_lengths=context_lengths,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "mask": mask, "kv_lengths": kv_lengths, "segments": segments, "positions": positions,
+            "dropout_key": dropout_key, "context": context, "context_lengths": context_lengths,
+        }  # fmt: skip
+        require_tensors(tokens=tokens, **given)
+        check_model_call(self.config, tokens, cache=cache, dtype=self.dtype, values=values, **given)
+        return self.unchecked(tokens, cache=cache, **given)
 
     def unchecked(
         self,
         tokens: Tensor,
         *,
-        mask: Tensor | None = None,
-        kv_lengths: Tensor | None = None,
-        segments: Tensor | None = None,
-        positions: Tensor | None = None,
         cache: KVCache | None = None,
         dropout_key: Tensor | None = None,
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
+        **own: Any,
     ) -> Tensor:
-        """The call itself, for a trainer that has checked its batch."""
+        """The call itself, for a trainer that has checked its batch; `own` are the other arguments of a call."""
         key = dropout_key_of(self, self.config.dropout, dropout_key, tokens.device)
-        own: dict[str, Any] = {"mask": mask, "kv_lengths": kv_lengths, "segments": segments, "positions": positions}
         if context is None:
             return self.run(tokens, **own, cache=cache, key=key)
         if cache is not None and key is None:

@@ -131,6 +131,10 @@ def test_values_are_read_where_reading_costs_nothing():
     assert values(torch.tensor([1, 2])).tolist() == [1, 2]
     assert values(torch.tensor([0.5], dtype=torch.bfloat16, requires_grad=True)).tolist() == [0.5]
     assert values(torch.zeros(2, device="meta")) is None
+    # Memory that is read is not pinned: `fully_shard` gives that of a parameter back, under whatever view it is seen.
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        x = torch.ones(4, dtype=dtype)
+        assert values(x[1:]).tolist() == [1.0] * 3 and x.untyped_storage().resizable()
     seen = []
     torch.func.vmap(lambda x: seen.append(values(x)) or x)(torch.zeros(2, 3))
     assert seen == [None]

@@ -37,7 +37,7 @@ def pair_of(config, dtype="float64"):
     return reference, model
 
 
-def close(got, want, tolerance):
+def expect_close(got, want, tolerance):
     """Relative to the largest number of the array."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape and got.dtype == want.dtype
@@ -64,16 +64,16 @@ def test_output_and_gradients_are_the_reference(name, x64):
     batch = batch_of(config, segments=config.kind == "decoder")
     want_logits = reference(batch["tokens"], **call_of(batch))
     if config.head == "none":
-        close(model(batch["tokens"], **call_of(batch)), want_logits, 1e-12)
+        expect_close(model(batch["tokens"], **call_of(batch)), want_logits, 1e-12)
         return
     options = {"label_smoothing": 0.1, "z_loss": 0.01}
     want_loss, want = C.loss_and_gradients(reference, batch, **options)
     logits, loss, got = eager(model, batch, None, options)
-    close(logits, want_logits, 1e-12)
+    expect_close(logits, want_logits, 1e-12)
     assert float(loss) == pytest.approx(want_loss, rel=1e-12)
     assert set(got) == set(want)
     for parameter, gradient in got.items():
-        close(gradient, want[parameter], 1e-11)
+        expect_close(gradient, want[parameter], 1e-11)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "pair post"])
@@ -87,7 +87,7 @@ def test_compiled_loss_and_gradients_with_dropout_are_the_reference(name, x64):
     loss, got = B.loss_and_gradients(model, batch, dropout_key=B.key(5), z_loss=0.01)
     assert loss == pytest.approx(want_loss, rel=1e-12) and list(got) == list(want)
     for parameter, gradient in got.items():
-        close(gradient, want[parameter], 1e-11)
+        expect_close(gradient, want[parameter], 1e-11)
 
 
 @pytest.mark.parametrize("name", ["plain", "windows", "relative"])
@@ -95,7 +95,7 @@ def test_without_restrictions_the_output_is_the_reference(name, x64):
     config = config_of(name)
     reference, model = pair_of(config)
     tokens = batch_of(config)["tokens"]
-    close(model(tokens), reference(tokens), 1e-12)
+    expect_close(model(tokens), reference(tokens), 1e-12)
 
 
 def test_initial_values_are_bit_for_bit_the_references():
@@ -154,7 +154,7 @@ def test_cached_pieces_are_one_pass(name, x64):
         parts.append(model(tokens[:, start:end], cache=cache, **seen))
         start = end
         assert cache.length == end
-    close(jnp.concatenate(parts, axis=1), want, 1e-12)
+    expect_close(jnp.concatenate(parts, axis=1), want, 1e-12)
     with pytest.raises(ValueError, match="room for 2 more positions; got 7 of 8"):
         model(tokens[:, :2], cache=cache)
     with pytest.raises(ValueError, match="cache must be made from the configuration"):
@@ -166,10 +166,10 @@ def test_a_block_has_its_own_cache_and_rotation(x64):
     reference, block = C.Block(config, seed=3, dtype="float64"), B.Block(config, seed=3, dtype="float64")
     x = np.random.default_rng(0).standard_normal((3, 5, 12))
     places = np.array([[0, 2, 3, 4, 7], [1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
-    close(block(x, positions=places), reference(x, positions=places), 1e-12)
+    expect_close(block(x, positions=places), reference(x, positions=places), 1e-12)
     cache = B.KVCache(config, 3, 5, dtype="float64")
     steps = [block(x[:, t : t + 1], cache=cache) for t in range(5)]
-    close(jnp.concatenate(steps, axis=1), reference(x), 1e-12)
+    expect_close(jnp.concatenate(steps, axis=1), reference(x), 1e-12)
 
 
 def test_attention_alone_crosses_to_a_context(x64):
@@ -178,12 +178,12 @@ def test_attention_alone_crosses_to_a_context(x64):
     rng = np.random.default_rng(0)
     x, context = rng.standard_normal((3, 5, 12)), rng.standard_normal((3, 7, 12))
     lengths = np.array([7, 0, 2])
-    close(
+    expect_close(
         module(x, context=context, context_lengths=lengths),
         reference(x, context=context, context_lengths=lengths),
         1e-12,
     )
-    close(module(x), reference(x), 1e-12)
+    expect_close(module(x), reference(x), 1e-12)
 
 
 def test_attention_maps_are_the_references(x64):
@@ -195,7 +195,7 @@ def test_attention_maps_are_the_references(x64):
         want = reference.attention_maps(batch["tokens"], **call_of(batch))
         assert len(got) == len(want) == 2
         for ours, theirs in zip(got, want, strict=True):
-            close(ours, theirs, 1e-12)
+            expect_close(ours, theirs, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["windows", "relative", "pair shared"])

@@ -34,7 +34,7 @@ def call_of(batch, turn=lambda x: x):
     return {names.get(name, name): turn(x) for name, x in batch.items() if name not in ("tokens", "targets")}
 
 
-def close(a, b, tolerance):
+def expect_close(a, b, tolerance):
     """Relative to the largest number of the array; the comparison says what failed."""
     a, b = (to_numpy(x) if isinstance(x, torch.Tensor) else np.asarray(x) for x in (a, b))
     assert a.shape == b.shape and a.dtype == b.dtype
@@ -49,7 +49,7 @@ def test_output_is_the_reference(name, restricted):
     reference, model = pair_of(config)
     batch = batch_of(config, lengths=restricted, segments=restricted and config.kind == "decoder")
     got = model(from_numpy(batch["tokens"]), **call_of(batch, from_numpy))
-    close(got, reference(batch["tokens"], **call_of(batch)), 1e-12)
+    expect_close(got, reference(batch["tokens"], **call_of(batch)), 1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name in IDS if name != "hidden"])
@@ -63,7 +63,7 @@ def test_gradients_are_the_reference(name):
     assert loss == pytest.approx(want_loss, rel=1e-12)
     assert list(got) == list(want)
     for parameter, gradient in got.items():
-        close(gradient, want[parameter], 1e-11)
+        expect_close(gradient, want[parameter], 1e-11)
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -95,10 +95,10 @@ def test_parts_made_alone_are_the_reference():
         part = getattr(B, name)(config, seed=2, dtype="float64")
         mine = {k: from_numpy(v) for k, v in arguments.items()}
         got = part(from_numpy(x), dropout_key=B.key(9), **mine)
-        close(got, reference(x, dropout_key=C.key(9), **arguments), 1e-12)
+        expect_close(got, reference(x, dropout_key=C.key(9), **arguments), 1e-12)
         assert not torch.equal(got, part(from_numpy(x), dropout_key=B.key(10), **mine))
         part.eval()  # drops nothing, whatever the key
-        close(part(from_numpy(x), dropout_key=B.key(9), **mine), reference(x, **arguments), 1e-12)
+        expect_close(part(from_numpy(x), dropout_key=B.key(9), **mine), reference(x, **arguments), 1e-12)
 
 
 def test_a_block_made_from_a_model_config_rotates_by_itself():
@@ -106,8 +106,8 @@ def test_a_block_made_from_a_model_config_rotates_by_itself():
     reference, block = C.Block(config, seed=2, dtype="float64"), B.Block(config, seed=2, dtype="float64")
     x = np.random.default_rng(0).standard_normal((2, 5, 12))
     places = np.array([[0, 1, 2, 3, 4], [9, 8, 7, 6, 5]])
-    close(block(from_numpy(x)), reference(x), 1e-12)
-    close(block(from_numpy(x), positions=from_numpy(places)), reference(x, positions=places), 1e-12)
+    expect_close(block(from_numpy(x)), reference(x), 1e-12)
+    expect_close(block(from_numpy(x), positions=from_numpy(places)), reference(x, positions=places), 1e-12)
 
 
 @pytest.mark.parametrize("name", ["rotary", "alibi", "relative", "plain", "windows", "sinks", "pair"])
@@ -121,7 +121,7 @@ def test_attention_maps_are_the_reference_and_change_nothing(name):
     assert len(maps) == config.layers
     for got, expected in zip(maps, want, strict=True):
         assert got.shape == (3, config.heads, 7, 7)
-        close(got, expected, 1e-12)
+        expect_close(got, expected, 1e-12)
     assert torch.equal(model(tokens, **call), before)
 
 
@@ -137,11 +137,11 @@ def test_step_by_step_with_a_cache_is_one_pass(name):
     cache = B.KVCache(config, 3, dtype="float64")
     steps = [model(part, cache=cache, **call) for part in tokens.split([3, 1, 2, 1], 1)]
     assert cache.length == 7
-    close(torch.cat(steps, 1), whole.detach(), 1e-12)
+    expect_close(torch.cat(steps, 1), whole.detach(), 1e-12)
     begun = B.KVCache(config, 3, dtype="float64")
     model(tokens[:, :3], cache=begun, **call)
     for got, want in zip(model.attention_maps(tokens[:, 3:], cache=begun, **call), maps, strict=True):
-        close(got, want[:, :, 3:].detach(), 1e-12)
+        expect_close(got, want[:, :, 3:].detach(), 1e-12)
     with pytest.raises(ValueError, match="cache must have room for 3 more"):
         model(tokens[:, :3], cache=cache, **call)
 
@@ -211,7 +211,7 @@ def test_a_block_is_torchs_encoder_layer(place, activation):
     B.set_params(block, torch_layer_params(theirs, config))
     x = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     hidden = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
-    close(block(x), theirs(x, src_mask=hidden, is_causal=True).detach(), 1e-12)
+    expect_close(block(x), theirs(x, src_mask=hidden, is_causal=True).detach(), 1e-12)
 
 
 def test_scores_are_scaled_by_the_head_size_not_the_width():
@@ -281,7 +281,7 @@ def test_functional_call_and_per_sample_gradients():
     for row in range(3):
         alone = torch.autograd.grad(model(tokens[row : row + 1]).square().sum(), list(params.values()))
         for (name, got), want in zip(each.items(), alone, strict=True):
-            close(got[row], want, 1e-11)
+            expect_close(got[row], want, 1e-11)
             assert name in params
 
 

@@ -13,10 +13,11 @@ from core_numpy.contract import parallel as P
 MODEL = C.ModelConfig(vocab=11, width=12, heads=6, kv_heads=3, hidden=9, layers=1, max_length=16)
 
 
-def refused(parallel, devices=None, model=MODEL, **train):
+def laid_out(parallel, devices=None, model=MODEL, **train):
     layout = P.Layout.of(parallel)
     train = {"batch": 12, **train}
     P.check_layout(layout, model, C.TrainConfig(parallel=parallel, **train), devices or layout.devices, "processes")
+    return layout
 
 
 @pytest.mark.parametrize(
@@ -34,12 +35,12 @@ def refused(parallel, devices=None, model=MODEL, **train):
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_number_that_is_wrong(parallel, more, words):
     with pytest.raises(ValueError, match=words):
-        refused(parallel, **more)
+        laid_out(parallel, **more)
 
 
 def test_layouts_that_fit_are_taken():
-    refused({"data": 2, "fsdp": 3, "tensor": 3, "context": 2})
-    refused({"data": 3}, accumulate=4)
+    assert laid_out({"data": 2, "fsdp": 3, "tensor": 3, "context": 2}).devices == 36
+    assert laid_out({"data": 3}, accumulate=4).devices == 3
 
 
 @pytest.mark.parametrize(

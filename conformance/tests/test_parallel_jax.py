@@ -55,7 +55,7 @@ def run_processes(count: int, devices: int, jobs: list[dict], tmp_path: Path) ->
     return json.loads((tmp_path / "out.json").read_text())
 
 
-def judge(found: list[dict], count: int) -> None:
+def expect_same(found: list[dict], count: int) -> None:
     assert len(found) == count
     for row in found:
         assert row["counts"], row
@@ -63,7 +63,7 @@ def judge(found: list[dict], count: int) -> None:
 
 
 def test_two_devices_train_as_one(tmp_path):
-    judge(run(2, [{"parallel": {"fsdp": 2}, "model": "small", "steps": 2}], tmp_path), 1)
+    expect_same(run(2, [{"parallel": {"fsdp": 2}, "model": "small", "steps": 2}], tmp_path), 1)
 
 
 @pytest.mark.slow
@@ -80,13 +80,13 @@ def test_what_does_not_fit_two_devices_is_refused_before_the_first_update(tmp_pa
 @pytest.mark.parametrize("model", ["plain", "other"])
 def test_two_devices_train_as_one_for_twenty_steps(tmp_path, model):
     layouts = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}]
-    judge(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 4)
+    expect_same(run(2, [{"parallel": layout, "model": model} for layout in layouts], tmp_path), 4)
 
 
 @pytest.mark.slow
 def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
     layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}]
-    judge(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 3)
+    expect_same(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 3)
 
 
 def counted(parallel: dict, **more) -> dict[str, int]:
@@ -170,7 +170,7 @@ def test_keys_that_travel_in_shares_give_the_whole(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_of_two_devices_train_as_one(tmp_path):
-    judge(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}, "model": "small", "steps": 3}], tmp_path), 1)
+    expect_same(run_processes(2, 2, [{"parallel": {"data": 2, "fsdp": 2}, "model": "small", "steps": 3}], tmp_path), 1)
 
 
 @pytest.mark.slow
