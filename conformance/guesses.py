@@ -239,7 +239,8 @@ def evidence(guess: Guess) -> str:
         return f"{cases} in float32, by their size: errors {times}, though not the same ones."
     near = f"{guess.share:.2g} of the error budget" if guess.share > 0 else "no difference at all"
     far = f"{guess.away:.3g} times the budget" if np.isfinite(guess.away) else "no finite number of budgets"
-    against = f"; {len(guess.contradicted)} speak against it" if guess.contradicted else ""
+    others = len(guess.contradicted)
+    against = f"; {others} speak{'s' * (others == 1)} against it" if others else ""
     return (
         f"{cases}{against}. On {guess.closest} there is {near} "
         f"between the target and this fault, and {far} between the target and the contract."
