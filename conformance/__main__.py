@@ -60,6 +60,8 @@ TARGETS_HELP = (
 
 
 def _run_parser() -> argparse.ArgumentParser:
+    from .rows import CASE_HELP
+
     parser = Parser(
         prog="conformance run",
         description="Every case on every target.",
@@ -68,7 +70,7 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("targets", nargs="*", help=TARGETS_HELP)
     parser.add_argument("--level", default="quick", choices=("quick", "full", "exhaustive"))
     parser.add_argument("--suite", choices=tuple(SUITES), help="an outside suite's cases in the place of ours")
-    parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
+    parser.add_argument("--case", action="append", metavar="TEXT", help=CASE_HELP)
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the results as JUnit XML")
     parser.add_argument("--html", metavar="FILE", help="write the results as one HTML page")
@@ -118,9 +120,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"--jobs must be at least 1; got {options.jobs}")
     if options.fuzz is not None:
         return _fuzz(options, timeout)
+    for text in options.case or ():
+        if not selected(options.level, text, options.suite):
+            raise no_case(text, options.level, options.suite)
     cases = selected(options.level, options.case, options.suite)
-    if not cases:
-        raise no_case(options.case, options.level, options.suite)
     if options.list:
         for case in cases:
             print(f"{case.id:44} {case.function:22} {', '.join(case.rules)}")

@@ -67,13 +67,14 @@ def document(target: str, failing: Sequence[str], guesses: Sequence[Guess]) -> d
     }
 
 
-def separately(name: str, level: str, pattern: str | None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
+def separately(name: str, level: str, pattern: rows.Pattern, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
     """The document of a diagnosis made in a process of its own, since the target may hang or die; {"note": why there is
     none} where it gave none."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "diagnosis.json")
         command = [sys.executable, "-m", "conformance", "diagnose", name, "--level", level, "--json", path]
-        command += ["--case", pattern] if pattern else []
+        for text in rows.texts_of(pattern):
+            command += ["--case", text]
         command += ["--timeout", f"{timeout:g}"]
         paths = os.pathsep.join(filter(None, [*sys.path, os.getcwd()]))
         environment = {**os.environ, **THREADS, "PYTHONPATH": paths}
@@ -107,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("target", help="a module, as for `conformance run`")
     parser.add_argument("--level", default="quick", choices=rows.LEVELS)
-    parser.add_argument("--case", metavar="TEXT", help="only cases whose id contains TEXT, or of function TEXT")
+    parser.add_argument("--case", action="append", metavar="TEXT", help=rows.CASE_HELP)
     parser.add_argument("--device", metavar="DEVICE", help="where a target of torch or JAX computes: cpu, cuda, ...")
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON; - for standard output")
     parser.add_argument(
@@ -118,8 +119,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not options.timeout > 0:
         raise ValueError(f"--timeout must be a positive number of seconds; got {options.timeout:g}")
-    if not cases_of(options.level, options.case):
-        raise no_case(options.case, options.level, what="no case that shows in numbers")
+    for text in rows.texts_of(options.case):
+        if not cases_of(options.level, text):
+            raise no_case(text, options.level, what="no case that shows in numbers")
     with on_device(options.device), remembering():
         name, judged, seen, lost = _looked(options)
         if not judged and not lost:

@@ -24,7 +24,7 @@ from .inputs import build, generator, rounded, widened
 from .memory import remembered
 from .optimiser import judge_stream, limits_by_name
 from .reference import reference
-from .rows import LEVELS
+from .rows import LEVELS, Pattern, matches
 from .runner import Result, judged
 from .targets.protocol import NotOffered, Target
 
@@ -78,10 +78,10 @@ def load_model_cases() -> tuple[ModelCase, ...]:
     return tuple(cases)
 
 
-def select_models(level: str, pattern: str | None = None) -> list[ModelCase]:
+def select_models(level: str, pattern: Pattern = None) -> list[ModelCase]:
     depth = LEVELS.index(level)
     chosen = [case for case in load_model_cases() if LEVELS.index(case.level) <= depth]
-    return [case for case in chosen if pattern in case.id or pattern == case.function] if pattern else chosen
+    return [case for case in chosen if matches(pattern, case.id, case.function)]
 
 
 def config_of(module: Any, fields: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from .inputs import rounded, widened
 from .memory import remembered
 from .models import ModelCase
 from .reference import reference
-from .rows import Case
+from .rows import Case, Pattern
 from .runner import ABSENT, FAILED, Result, arguments_of, as_offered, lse_dtype, run_case
 from .targets.protocol import STRIDED, NotOffered, Target
 
@@ -37,13 +37,13 @@ class Row:
     strided: str = ""
 
 
-def rows_of(target: Target, level: str = "quick", pattern: str | None = None) -> list[Row]:
+def rows_of(target: Target, level: str = "quick", pattern: Pattern = None) -> list[Row]:
     """Every case that the target offers, refusals aside, judged: failing ones in the dtype where they fail first."""
     rows = [row_of(target, case, level) for case in cases_of(level, pattern)]
     return [row for row in rows if row is not None]
 
 
-def cases_of(level: str = "quick", pattern: str | None = None) -> list[Case | ModelCase]:
+def cases_of(level: str = "quick", pattern: Pattern = None) -> list[Case | ModelCase]:
     """The cases that show in numbers: all but refusals."""
     cases: list[Case | ModelCase] = [case for case in space.select(level, pattern) if case.verb != "refuses"]
     return [*cases, *models.select_models(level, pattern)]

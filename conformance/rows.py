@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -11,6 +12,9 @@ from typing import Any
 from .functions import ATTENTION, FUNCTIONS
 
 LEVELS = ("quick", "full", "exhaustive")
+# What selects cases, as --case gives it: one text, several (any of them), or none, which is all.
+Pattern = str | Sequence[str] | None
+CASE_HELP = "only cases with TEXT in their id, or of function TEXT; may be repeated"
 ALL = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -99,12 +103,20 @@ def load_cases() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def select(cases: tuple[Case, ...], level: str, pattern: str | None = None) -> list[Case]:
-    """The cases of a level (a higher level includes the lower ones) whose id or function contains the pattern."""
+def texts_of(pattern: Pattern) -> tuple[str, ...]:
+    return (pattern,) if isinstance(pattern, str) else tuple(pattern or ())
+
+
+def matches(pattern: Pattern, name: str, function: str) -> bool:
+    """Whether the id holds one of the texts, or the function has one as its name; without a text, every case."""
+    texts = texts_of(pattern)
+    return not texts or any(text in name or text == function for text in texts)
+
+
+def select(cases: tuple[Case, ...], level: str, pattern: Pattern = None) -> list[Case]:
+    """The cases of a level (a higher level includes the lower ones) that the pattern matches."""
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
     depth = LEVELS.index(level)
     chosen = [case for case in cases if LEVELS.index(case.level) <= depth]
-    if pattern:
-        chosen = [case for case in chosen if pattern in case.id or pattern == case.function]
-    return chosen
+    return [case for case in chosen if matches(pattern, case.id, case.function)]

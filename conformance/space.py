@@ -16,7 +16,7 @@ from typing import Any
 from . import rows
 from .budget import TINY
 from .pairwise import Choice, allowed, completed, covering
-from .rows import Case
+from .rows import Case, Pattern
 
 # The factors of which `exhaustive` has every combination of absent and present.
 RESTRICTIONS = ("mask", "bias", "causal", "window", "kv_lengths", "segments", "sinks", "softcap", "dropout")
@@ -123,7 +123,7 @@ def two_choices() -> tuple[Choice, ...]:
     return tuple(found)
 
 
-def select(level: str, pattern: str | None = None) -> list[Case]:
+def select(level: str, pattern: Pattern = None) -> list[Case]:
     """The function rows of a level, those of the space included, whose id or function contains the pattern."""
     cases = rows.load_cases()
     if level in ("full", "exhaustive"):

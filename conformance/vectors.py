@@ -24,11 +24,11 @@ from . import exchange
 from .compare import Disagreement, Tally, check_exact, check_kind, check_within
 from .functions import FUNCTIONS
 from .models import select_models
-from .rows import LEVELS
+from .rows import CASE_HELP, LEVELS, Pattern, matches, texts_of
 from .runner import FAILED, Result, judged
 from .space import select
 from .targets.protocol import NotOffered, Target
-from .vector_cases import model_vectors_of, vectors_of
+from .vector_cases import Vector, model_vectors_of, vectors_of
 from .workers import lost_call, no_case
 
 SCHEMA = exchange.SCHEMA
@@ -37,15 +37,15 @@ MANIFEST = "vectors.json"
 BROKEN = "the vector"
 
 
-def write(folder: str | os.PathLike[str], level: str = "quick", pattern: str | None = None) -> dict[str, Any]:
+def write(folder: str | os.PathLike[str], level: str = "quick", pattern: Pattern = None) -> dict[str, Any]:
     """Write a new folder; the manifest comes last, so that a folder without one is an unfinished one."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder; vectors are written to a new one")
-    vectors = [vector for case in select(level, pattern) for vector in vectors_of(case)]
-    vectors += [vector for model in select_models(level, pattern) for vector in model_vectors_of(model)]
-    if not vectors:
-        raise no_case(pattern, level, what="no case that vectors can hold")
+    for text in texts_of(pattern):
+        if not _vectors(level, text):
+            raise no_case(text, level, what="no case that vectors can hold")
+    vectors = _vectors(level, pattern)
     for part in ("inputs", "expected"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     listed = []
@@ -63,6 +63,11 @@ def write(folder: str | os.PathLike[str], level: str = "quick", pattern: str | N
     manifest = {"schema": SCHEMA, "level": level, "vectors": listed}
     tensor_file.write_whole(folder / MANIFEST, exchange.encode_json(manifest))
     return manifest
+
+
+def _vectors(level: str, pattern: Pattern) -> list[Vector]:
+    found = [vector for case in select(level, pattern) for vector in vectors_of(case)]
+    return found + [vector for model in select_models(level, pattern) for vector in model_vectors_of(model)]
 
 
 def json_schema() -> dict[str, Any]:
@@ -140,7 +145,7 @@ class _Entry:
 
 
 def check(
-    folder: str | os.PathLike[str], answers: str | os.PathLike[str], pattern: str | None = None
+    folder: str | os.PathLike[str], answers: str | os.PathLike[str], pattern: Pattern = None
 ) -> tuple[list[Result], list[str]]:
     """One result per vector, and the names of answers that belong to no vector. A missing answer is not offered; a
     vector that is broken fails, with where = BROKEN."""
@@ -148,12 +153,13 @@ def check(
     manifest = read_manifest(folder)
     if not answers.is_dir():
         raise ValueError(f"{answers} is not a folder of answers")
-    chosen = [e for e in manifest["vectors"] if not pattern or pattern in e["id"] or pattern == e["function"]]
-    if not chosen:
-        names = dict.fromkeys(entry[key] for entry in manifest["vectors"] for key in ("id", "function"))
-        near = difflib.get_close_matches(pattern or "", names, 3)
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"no vector of {folder} has {pattern!r} in its id, and no function has that name{meant}")
+    chosen = [e for e in manifest["vectors"] if matches(pattern, e["id"], e["function"])]
+    for text in texts_of(pattern):
+        if not any(matches(text, entry["id"], entry["function"]) for entry in chosen):
+            names = dict.fromkeys(entry[key] for entry in manifest["vectors"] for key in ("id", "function"))
+            near = difflib.get_close_matches(text, names, 3)
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"no vector of {folder} has {text!r} in its id, and no function has that name{meant}")
     known = {f"{entry['id']}.safetensors" for entry in manifest["vectors"]}
     # An answer under another suffix is none; what a program leaves beside its answers is nobody's business.
     found = {file.name for file in answers.iterdir() if file.suffix == ".safetensors" or _vector(file.name, known)}
@@ -242,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("answers", metavar="ANSWERS", help="a folder with <id>.safetensors for each vector")
     checking.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     for one in (writing, checking):
-        one.add_argument("--case", metavar="TEXT", help="only vectors whose id contains TEXT, or of function TEXT")
+        one.add_argument("--case", action="append", metavar="TEXT", help=CASE_HELP.replace("cases", "vectors"))
         one.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .rows import Pattern, matches
 from .runner import FAILED, Result
 
 # The cases are tiny: one thread each is fastest, and sums keep one order from run to run.
@@ -90,7 +91,7 @@ def _known_to_xla(flag: str) -> bool:
     return False
 
 
-def selected(level: str, pattern: str | None, suite: str | None = None) -> list[Any]:
+def selected(level: str, pattern: Pattern, suite: str | None = None) -> list[Any]:
     """The cases of a run, in order: function rows, then models and training; or those of an outside suite."""
     from . import models, space, suites
 
@@ -99,17 +100,17 @@ def selected(level: str, pattern: str | None, suite: str | None = None) -> list[
     return [*space.select(level, pattern), *models.select_models(level, pattern)]
 
 
-def no_case(pattern: str | None, level: str, suite: str | None = None, what: str = "no case") -> ValueError:
-    """The error for a pattern that selects nothing: with the level that has it, or with what it was meant to be."""
+def no_case(pattern: str, level: str, suite: str | None = None, what: str = "no case") -> ValueError:
+    """The error for a text that selects nothing: with the level that has it, or with what it was meant to be."""
     deepest = selected("exhaustive", None, suite)
-    deeper = [case.level for case in deepest if pattern and (pattern in case.id or pattern == case.function)
+    deeper = [case.level for case in deepest if matches(pattern, case.id, case.function)
               and getattr(case, "level", level) != level]  # fmt: skip
     if deeper:
         return ValueError(
             f"{what} of level {level} has {pattern!r} in its id; level {deeper[0]} has: --level {deeper[0]}"
         )
     names = dict.fromkeys([*(case.id for case in deepest), *(case.function for case in deepest)])
-    near = [name for name in difflib.get_close_matches(pattern or "", names, 3) if not pattern or pattern not in name]
+    near = [name for name in difflib.get_close_matches(pattern, names, 3) if pattern not in name]
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     return ValueError(f"{what} has {pattern!r} in its id, and no function has that name{meant}")
 
@@ -133,7 +134,7 @@ def results_of(case: Any, target: Any, level: str) -> Iterator[Result]:
 def judge_target(
     name: str,
     level: str,
-    pattern: str | None,
+    pattern: Pattern,
     seen: Callable[[str], None] = lambda text: None,
     suite: str | None = None,
 ) -> tuple[list[Result], dict[str, Any]]:
@@ -159,7 +160,7 @@ def described(target: Any) -> dict[str, Any]:
     return target.describe() | ({"notes": notes} if notes else {})
 
 
-def _work(name: str, level: str, pattern: str | None, suite: str | None, skip: set[int], pipe: Any) -> None:
+def _work(name: str, level: str, pattern: Pattern, suite: str | None, skip: set[int], pipe: Any) -> None:
     """What a process does: ("ready", name of the target), then per case ("case", i), ("result", r)..., then "done"."""
     from .surface import run_surface
     from .targets import load
@@ -233,7 +234,7 @@ class _Run:
     pipe: Any = None
     deadline: float = 0.0
 
-    def start(self, context: Any, level: str, pattern: str | None, suite: str | None) -> None:
+    def start(self, context: Any, level: str, pattern: Pattern, suite: str | None) -> None:
         self.pipe, theirs = context.Pipe(duplex=False)
         arguments = (self.name, level, pattern, suite, self.others | set(self.results), theirs)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
@@ -286,7 +287,7 @@ def lost_call(case: Any, target: str, why: str, dtype: str = "any", kernel: str 
 def judge_targets(
     names: Sequence[str],
     level: str,
-    pattern: str | None,
+    pattern: Pattern,
     seen: Callable[[str], None],
     jobs: int,
     timeout: float = TIMEOUT,

@@ -20,6 +20,7 @@ import numpy as np
 from core_numpy.contract.data import default_text
 
 from ..compare import Tally, check_within
+from ..rows import Pattern, matches
 from ..runner import Result, judged
 from ..targets.protocol import NotOffered, Target
 from . import OutsideCase
@@ -70,10 +71,10 @@ class Sentences(OutsideCase):
         check_within(tally, "cosine", cosine, np.ones(ROWS), np.full(ROWS, COSINE))
 
 
-def cases(level: str = "quick", pattern: str | None = None) -> list[Sentences]:
+def cases(level: str = "quick", pattern: Pattern = None) -> list[Sentences]:
     """The sentences in batches; the levels do not differ."""
     found = [Sentences(first) for first in range(0, SENTENCES, ROWS)]
-    return [case for case in found if not pattern or pattern in case.id or pattern == case.function]
+    return [case for case in found if matches(pattern, case.id, case.function)]
 
 
 def folder() -> Path:

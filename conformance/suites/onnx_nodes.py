@@ -20,6 +20,7 @@ import numpy as np
 
 from ..budget import UNIT
 from ..compare import Disagreement, Tally, check_kind, check_within
+from ..rows import Pattern, matches
 from ..runner import Result, ask, judged
 from ..targets.protocol import NotOffered, Target
 from . import OutsideCase
@@ -63,9 +64,9 @@ class NodeCase(OutsideCase):
         _compare(tally, self, answer(self.node, lambda function, given: ask(target, function, given | chosen)))
 
 
-def cases(level: str = "quick", pattern: str | None = None) -> list[NodeCase]:
+def cases(level: str = "quick", pattern: Pattern = None) -> list[NodeCase]:
     """The cases of the operators that have a translation; the levels differ in the kernels, not in the cases."""
-    return [case for case in _load() if not pattern or pattern in case.id or pattern == case.function]
+    return [case for case in _load() if matches(pattern, case.id, case.function)]
 
 
 def _compare(tally: Tally, case: NodeCase, got: dict[str, np.ndarray]) -> None:

@@ -27,7 +27,7 @@ from ..memory import remembered
 from ..models import Arrays, ModelCase, expected_of
 from ..race.process import Process, WorkerFailed
 from ..reference import reference
-from ..rows import LEVELS
+from ..rows import LEVELS, Pattern, matches
 from ..runner import Result, judged
 from ..targets.protocol import NotOffered, Target
 from . import OutsideCase
@@ -126,10 +126,10 @@ class LayoutCase(OutsideCase):
             check_within(tally, name, got[name], value, bounds[name])
 
 
-def cases(level: str = "quick", pattern: str | None = None) -> list[LayoutCase]:
+def cases(level: str = "quick", pattern: Pattern = None) -> list[LayoutCase]:
     """The rows of the level that have `pattern` in their id."""
     found = [LayoutCase(*row) for row in ROWS if LEVELS.index(row[2]) <= LEVELS.index(level)]
-    return [case for case in found if not pattern or pattern in case.id or pattern == case.function]
+    return [case for case in found if matches(pattern, case.id, case.function)]
 
 
 def initial(model: str) -> Arrays:

@@ -217,6 +217,20 @@ def test_a_mistyped_case_or_level_is_told_the_near_one(verb, capsys):
     assert "of level quick has 'attention-pairs-118' in its id; level full has: --level full" in capsys.readouterr().err
 
 
+def test_several_cases_are_all_run_and_one_that_selects_nothing_is_named(capsys):
+    def listed(*texts: str) -> list[str]:
+        assert main(["run", "--list", *(word for text in texts for word in ("--case", text))]) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
+    one, other = listed("rms_norm"), listed("gelu")
+    assert one and other and sorted(listed("gelu", "rms_norm")) == sorted([*one, *other])
+    assert listed("rms_norm", "rms_norm") == one
+    for command in (["run", "core_numpy"], ["diagnose", "core_numpy"], ["vectors", "write", "never"]):
+        assert main([*command, "--case", "rms_norm", "--case", "gleu"]) == 2
+        said = capsys.readouterr().err
+        assert "'gleu'" in said and "did you mean gelu" in said
+
+
 @pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])
 def test_each_package_says_its_version(package, capsys):
     pytest.importorskip({"backend_torch": "torch", "backend_jax": "jax"}.get(package, package))
