@@ -65,7 +65,7 @@ def _run_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="conformance run",
         description="Every case on every target.",
-        epilog="example: conformance run my_package.my_attention --level full --json result.json",
+        epilog="example: conformance run my_package.my_attention --level full --json out.json",
     )
     parser.add_argument("targets", nargs="*", help=TARGETS_HELP)
     parser.add_argument("--level", default="quick", choices=("quick", "full", "exhaustive"))
