@@ -65,6 +65,7 @@ def _serve(name: str, pipe: Any) -> None:
         except BaseException as error:
             answer = "broken", _sentence(error)
         pipe.send(answer)
+        target.tidy()
 
 
 def _sentence(error: BaseException) -> str:

@@ -129,6 +129,7 @@ def results_of(case: Any, target: Any, level: str) -> Iterator[Result]:
             yield from run_model_case(case, target, level)
         else:
             yield from run_case(case, target, level)
+    target.tidy()
 
 
 def judge_target(

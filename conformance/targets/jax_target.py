@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import jax
 import numpy as np
 
+from core_numpy.contract.memory import return_freed_memory
+
 from ..functions import FUNCTIONS
 from .protocol import Target
+
+# After so many the compiled programs go: their memory stays under a gigabyte, and what all cases share compiles anew at
+# no cost that shows.
+CASES = 50
 
 
 class JaxTarget(Target):
@@ -18,9 +25,19 @@ class JaxTarget(Target):
     def __init__(self, module: Any, name: str, device: str | None = None) -> None:
         """device: such as "cpu", "cuda" or "cuda:1"; JAX's own choice where None."""
         super().__init__(module, name)
+        self.since = 0
         self.device = jax.devices()[0] if device is None else _device(device, name)
         if device is not None:
             jax.config.update("jax_default_device", self.device)
+
+    def tidy(self) -> None:
+        # Each case compiles programs that no other one calls: 20 MB of them, tens of gigabytes at the long levels.
+        self.since += 1
+        if self.since == CASES:
+            self.since = 0
+            jax.clear_caches()
+            gc.collect()
+            return_freed_memory()
 
     def kernels(self) -> list[str]:
         # cuDNN serves no CPU: asking it for every case would only say so every time.

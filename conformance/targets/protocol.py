@@ -38,6 +38,9 @@ class Target:
         self.module = module
         self.name = name
 
+    def tidy(self) -> None:
+        """Let go of what the cases so far left behind; called between cases."""
+
     # --- what it offers
     def offers(self, function: str) -> bool:
         return callable(getattr(self.module, function, None))

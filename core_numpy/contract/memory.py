@@ -17,6 +17,12 @@ MOST = 1 << 30
 log = logging.getLogger(__name__)
 
 
+def return_freed_memory() -> None:
+    """Have glibc's malloc give all that is free back to the system; elsewhere nothing. Source: malloc_trim(3)."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @cache
 def keep_freed_memory() -> bool:
     """Let glibc's malloc keep up to 1 GiB of freed memory for the next step; whether it does. Once in a process.
