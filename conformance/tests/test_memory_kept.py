@@ -1,4 +1,4 @@
-"""A training step on a CPU finds the memory that the one before it freed, unless the user says otherwise."""
+"""Memory that is freed: a training step on a CPU finds what the one before it freed, and the suite gives back what its cases left."""
 
 import os
 import subprocess
@@ -63,3 +63,20 @@ def test_a_trainers_step_asks_for_it(package, monkeypatch):
     trainer = backend.Trainer(model, TrainConfig(steps=1))
     trainer.step({"tokens": np.ones((1, 4), np.int32), "targets": np.ones((1, 4), np.int32)})
     assert asked == [1]
+
+
+def test_compiled_programs_are_let_go_after_some_cases():
+    jax = pytest.importorskip("jax")
+    from conformance.targets import load
+    from conformance.targets.jax_target import CASES
+    from conformance.workers import results_of, selected
+
+    target = load("backend_jax")
+    case = selected("quick", "softmax-axis")[0]
+    compiled = jax.jit(lambda x: 2 * x)
+    compiled(1.0)
+    for _ in range(CASES - 1):
+        target.tidy()
+    assert compiled._cache_size() == 1
+    assert [result.status for result in results_of(case, target, "quick")].count("failed") == 0
+    assert compiled._cache_size() == 0

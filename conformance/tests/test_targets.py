@@ -442,20 +442,3 @@ def test_a_strided_copy_is_judged_too(module):
     by_dtype = {r.dtype: r for r in judge(name, "silu")}
     assert by_dtype["float32"].status == FAILED and "strided" in by_dtype["float32"].detail
     assert np.isfinite(by_dtype["float32"].share)
-
-
-def test_compiled_programs_are_let_go_after_some_cases():
-    jax = pytest.importorskip("jax")
-    from conformance.targets import load
-    from conformance.targets.jax_target import CASES
-    from conformance.workers import results_of, selected
-
-    target = load("backend_jax")
-    case = selected("quick", "softmax-axis")[0]
-    compiled = jax.jit(lambda x: 2 * x)
-    compiled(1.0)
-    for _ in range(CASES - 1):
-        target.tidy()
-    assert compiled._cache_size() == 1
-    assert [result.status for result in results_of(case, target, "quick")].count("failed") == 0
-    assert compiled._cache_size() == 0
