@@ -1,4 +1,4 @@
-"""Memory that is freed: a training step on a CPU finds what the one before it freed, and the suite gives back what its cases left."""
+"""Memory that is freed: a step on a CPU finds what the one before freed, and the suite gives back what cases left."""
 
 import os
 import subprocess

@@ -19,6 +19,8 @@ def batch(seed):
 
 def test_a_compiler_sees_the_random_rounds_as_one_operation():
     torch._dynamo.reset()
+    if torch.compile(lambda x: x + torch.compiler.is_exporting(), backend="eager")(torch.zeros(())):
+        pytest.skip("this torch calls every compilation an export, which keeps the rounds")
     seen = []
 
     def look(graph, inputs):
