@@ -62,8 +62,23 @@ def expect_same(found: list[dict], count: int) -> None:
         assert row["reports"] <= TOLERANCE and row["params"] <= TOLERANCE, row
 
 
-def test_two_devices_train_as_one(tmp_path):
-    expect_same(run(2, [{"parallel": {"fsdp": 2}, "model": "small", "steps": 2}], tmp_path), 1)
+def test_two_devices_train_as_one_and_their_ring_gives_the_whole(tmp_path):
+    small = {"model": "small", "steps": 2}
+    cases = [{"least": 1, "more": True, "window": [3, 0]}, {"more": True, "causal": False}]
+    *trained, resumed, ring = run(
+        2,
+        [
+            {"parallel": {"fsdp": 2}, **small},
+            {"parallel": {"context": 2}, **small},
+            {"do": "resumed", "first": {"tensor": 2}, "then": {"data": 2}, "folder": str(tmp_path / "run")},
+            {"do": "ring", "cases": cases, "length": 16},
+        ],
+        tmp_path,
+    )
+    expect_same(trained, 2)
+    assert resumed["updates"] == 3 and resumed["params"] <= TOLERANCE
+    assert [row["shares"] for row in ring] == [4, 1]
+    assert max(row["apart"] for row in ring) <= 1e-13, ring
 
 
 @pytest.mark.slow
