@@ -105,6 +105,8 @@ def explain(judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> lis
     left = failing
     while left and len(guesses) < SHOWN:
         found = _ranked(left, judged, seen, bench)
+        if not found:  # a fault in wider types may stand beside one of rounding, whose cases speak against any
+            found = _ranked(_unrounded(left), _unrounded(judged), seen, bench)
         if not found:
             break
         guesses.append(found[0])
@@ -114,13 +116,19 @@ def explain(judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> lis
 
 def _rounding(left: Sequence[Row]) -> list[Guess]:
     """Cases that fail by a few budgets in a half type alone; wider types are judged first."""
-    rounded = [row for row in left if row.dtype in ("bfloat16", "float16") and 1.0 < row.share < MOST_ROUNDING]
+    wide = _unrounded(left)
+    rounded = [row for row in left if row not in wide]
     if not rounded:
         return []
     least = min(rounded, key=lambda row: row.share)
     worst = max(rounded, key=lambda row: row.share)
     names = tuple(row.case.id for row in rounded)
     return [Guess(HALF, names, (), least.case.id, least.share, worst.share)]
+
+
+def _unrounded(rows: Sequence[Row]) -> list[Row]:
+    """Those that do not fail in a half type by what its rounding alone may take."""
+    return [row for row in rows if row.dtype not in ("bfloat16", "float16") or not 1.0 < row.share < MOST_ROUNDING]
 
 
 def _ranked(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:

@@ -108,6 +108,17 @@ def test_half_arithmetic_is_named_by_what_it_costs_in_half_types_alone():
     assert "times their budgets in a half type alone" in evidence(guess)
 
 
+def test_a_fault_beside_half_arithmetic_is_named_too():
+    """As of a port that takes another library's default GELU: the tanh form, every step in the half type."""
+
+    def gelu(x, *, approximate="none"):
+        c, half, one = (x.dtype.type(number) for number in (0.7978845608028654, 0.5, 1.0))
+        return half * x * (one + np.tanh(c * (x + x.dtype.type(0.044715) * x * x * x)))
+
+    first, second = first_guess(outside(gelu=gelu), "gelu")
+    assert (first.fault.id, second.fault.id) == ("gelu-tanh-always", "half-arithmetic")
+
+
 def test_a_fault_of_a_model_is_named():
     class Transformer(core_numpy.Transformer):
         def __init__(self, config, **more):
