@@ -1,11 +1,13 @@
-"""The backward pass of the blockwise kernel: the block's weights again from lse, then five products.
+"""The backward pass of the blockwise kernel: the block's weights again from m and l, then five products.
 
-    P_ij = exp(s_ij - lse_i),  delta_i = dO_i . O_i - dlse_i,  dS_ij = P_ij (f_ij dO_i . v_j - delta_i)
-    dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i,  dv_j = sum_i f_ij P_ij dO_i,  dbias_ij = dS_ij
-    dsink = -sum_i exp(sink - lse_i) delta_i
+    e_ij = exp(s_ij - m_i),  g_i = dO_i / l_i,  delta_i = g_i . O_i - dlse_i / l_i
+    dS_ij = e_ij (f_ij g_i . v_j - delta_i)
+    dq_i = scale sum_j dS_ij k_j,  dk_j = scale sum_i dS_ij q_i,  dv_j = sum_i f_ij e_ij g_i,  dbias_ij = dS_ij
+    dsink = -sum_i exp(sink - m_i) delta_i
 
-f is dropout's factor; under a soft cap dS is multiplied by 1 - tanh^2 for q and k. Scores stand keys first here, so
-that three of the five products need no transpose.
+The weights are e / l, but a row is divided sooner than its weights. f is dropout's factor; under a soft cap dS is
+multiplied by 1 - tanh^2 for q and k. Scores stand keys first here, so that three of the five products need no
+transpose.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from .blocks import Layout, Spec, Terms, indices, layout, row_starts, start, tak
 from .blockwise_scores import accumulation, dropped, keys_of, product, scores
 from .visibility import Block
 
-Saved = tuple[jax.Array, jax.Array, jax.Array, Terms, jax.Array, jax.Array]
+Saved = tuple[jax.Array, jax.Array, jax.Array, Terms, jax.Array, jax.Array, jax.Array]
 Sums = dict[str, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def backward(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
     """Cotangents of (q, k, v, terms) from what the forward pass saved and the cotangents of out and lse."""
-    q, k, v, terms, _, _ = saved
+    q, k, v, terms = saved[:4]
     if 0 in (spec.B, spec.T, spec.S):
         return _without_scores(spec, saved, cotangents)
     acc, plan = accumulation(q.dtype), layout(spec, frozenset(terms))
@@ -75,7 +77,7 @@ def term_cotangents(terms: Terms, found: Sums) -> dict[str, Any]:
 
 def _without_scores(spec: Spec, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
     """No pairs, no gradients, except that lse is the sink where there are no keys."""
-    q, k, v, terms, _, _ = saved
+    q, k, v, terms = saved[:4]
     found: Sums = {name: jnp.zeros(terms[name].shape) for name in ("bias", "sinks") if name in terms}
     if "sinks" in terms and spec.S == 0:
         found["sinks"] = cotangents[1].sum((0, 3))
@@ -103,31 +105,31 @@ def _over_rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, arrays
 def _rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, span, arrays, first_row, sums: Sums) -> Sums:
     """One block of queries, against all the keys that it may see."""
     b, g, i, count = where
-    q, _, _, terms, out, lse = saved
+    q, _, _, terms, out, m, l = saved
     acc = accumulation(q.dtype)
 
     def cut(x: jax.Array) -> jax.Array:
         shape = (plan.nb, plan.ng, spec.r, count, *x.shape[4:])
         return take(x, (b, g, 0, i, 0)[: x.ndim], shape).astype(acc)
 
-    queries, douts, lse = cut(q), cut(cotangents[0]), cut(lse)
+    queries, douts, m, l = cut(q), cut(cotangents[0]), cut(m), cut(l)
     # Whatever stands in a dead query, or in what comes back for it, has no effect: 0 * NaN would.
-    unused = lse == -jnp.inf
+    unused = l == 0
     if not isinstance(first_row, int) and spec.T % plan.rows:  # rows that the block before has done
         unused = unused | (i + jnp.arange(count, dtype=jnp.int32) < first_row)
-    queries, douts = (jnp.where(unused[..., None], 0, x) for x in (queries, douts))
-    delta = jnp.where(unused, 0, (douts * cut(out)).sum(-1) - cut(cotangents[1]))
-    lse = jnp.where(lse == -jnp.inf, 0, lse)
+    share = 1 / jnp.where(l == 0, 1, l)
+    queries, douts = (jnp.where(unused[..., None], 0, x) for x in (queries, douts * share[..., None]))
+    delta = jnp.where(unused, 0, (douts * cut(out)).sum(-1) - cut(cotangents[1]) * share)
     if "sinks" in terms:
         sink = take(terms["sinks"], (g, 0), (plan.ng, spec.r)).astype(acc)
-        dsink = -jnp.where(unused, 0, jnp.exp(sink[..., None] - lse) * delta).sum((0, 3))
+        dsink = -jnp.where(unused, 0, jnp.exp(sink[..., None] - m) * delta).sum((0, 3))
         sums = sums | {"sinks": add(sums["sinks"], dsink, (g, 0))}
     flat = (plan.nb, plan.ng, spec.r * count)
     queries, douts = queries.reshape(*flat, spec.D), douts.reshape(*flat, spec.Dv)
 
     def step(j: jax.Array | int, width: int, first, masked: bool, sums: Sums) -> Sums:
         block = Block(b, g, i, j, plan.nb, plan.ng, count, width, keys_first=True)
-        return _pair(spec, terms, block, (queries, douts, lse, delta), arrays, first, masked, sums)
+        return _pair(spec, terms, block, (queries, douts, m, delta), arrays, first, masked, sums)
 
     own = {"rows": jnp.zeros((*flat, spec.D), acc)}
     sums = visit(spec, plan, terms, where, span, step, sums | own)
@@ -137,12 +139,12 @@ def _rows(spec: Spec, plan: Layout, saved: Saved, cotangents, where, span, array
 
 def _pair(spec: Spec, terms: Terms, block: Block, rows, arrays, first, masked: bool, sums: Sums) -> Sums:
     """Add what one block of scores gives to the sums."""
-    queries, douts, lse, delta = rows
+    queries, douts, m, delta = rows
     shape = (block.nb, block.ng, block.width, spec.r, block.rows)
     k, v = keys_of(spec, terms, block, masked, arrays, queries.dtype)
     plain = product(spec, "bgkd,bgqd->bgkq", k, queries).reshape(shape)
     s, bent = scores(spec, terms, block, plain, first, masked)
-    p = jnp.exp(s - lse[:, :, None])
+    p = jnp.exp(s - m[:, :, None])
     dp = product(spec, "bgkd,bgqd->bgkq", v, douts).reshape(shape)
     ds = p * (dropped(spec, terms, block, dp) - delta[:, :, None])
     p = dropped(spec, terms, block, p)

@@ -1,6 +1,6 @@
 """The blockwise kernel where scores are few: whole rows, whose weights are kept for the backward pass.
 
-    P_ij = exp(s_ij - lse_i),  delta_i = dO_i . O_i - dlse_i,  dS_ij = P_ij (f_ij dO_i . v_j - delta_i)
+    P_ij = exp(s_ij - m_i) / l_i,  delta_i = dO_i . O_i - dlse_i,  dS_ij = P_ij (f_ij dO_i . v_j - delta_i)
 
 With P at hand nothing is masked, multiplied or exponentiated twice, which is what a short row pays for. Query heads
 that share keys are merged with the queries before the first product: XLA on CPUs puts scale, bias, maximum and
@@ -27,8 +27,8 @@ from .blockwise_scores import accumulation, product, thinned
 from .visibility import Block, all_of, allowed, kept, living
 
 # Of a block: weights, tanh of the soft cap, dropout's choice, each (nb, ng, r rows, width); which queries see no key,
-# their last axis 1; which keys some query sees, (nb, ng, width) with axes of size 1.
-Kept = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]
+# and the sink's weight, their last axis 1; which keys some query sees, (nb, ng, width) with axes of size 1.
+Kept = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,17 +102,21 @@ def _rows(
         # Finite, so that a row without keys needs no selection before its exponentials; they and their sum are 0.
         m = jnp.maximum(m, jnp.finfo(acc).min)
     p = jnp.exp(s - m)
-    l = p.sum(-1, keepdims=True)
+    l, sunk = p.sum(-1, keepdims=True), None
     if sink is not None:
-        l = l + jnp.exp(sink - m)
+        sunk = jnp.exp(sink - m)
+        l = l + sunk
     lse, share = m + jnp.log(l), 1 / l
     if dead is not None:
         lse, share = jnp.where(dead, -jnp.inf if sink is None else sink, lse), jnp.where(dead, 0, share)
     p = p * share
+    if sink is not None and sunk is not None:
+        # A query without keys is its sink's alone, unless that is -inf too.
+        sunk = sunk * share if dead is None else jnp.where(dead, sink > -jnp.inf, sunk * share)
     choice = kept(spec, terms, block).reshape(s.shape) if spec.dropout > 0.0 else None
     out = product(spec, "bgqk,bgkd->bgqd", thinned(spec, choice, p), values)
     shape = (block.nb, block.ng, spec.r, block.rows)
-    return out.reshape(*shape, spec.Dv), lse.reshape(shape), (p, bent, choice, dead, alive)
+    return out.reshape(*shape, spec.Dv), lse.reshape(shape), (p, bent, choice, dead, sunk, alive)
 
 
 def _seen(alive: jax.Array | None, x: jax.Array, acc: jnp.dtype) -> jax.Array:
@@ -146,7 +150,7 @@ def _sinks(spec: Spec, terms: Terms, block: Block, acc: jnp.dtype) -> jax.Array:
 
 def _save(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, terms: Terms):
     (out, lse), rest = _forward(spec, q, k, v, terms)
-    return (out, lse), (q, k, v, terms, out, lse, rest)
+    return (out, lse), (q, k, v, terms, out, rest)
 
 
 def _gradients(spec: Spec, saved, cotangents):
@@ -159,13 +163,13 @@ whole.defvjp(_save, _gradients)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward(spec: Spec, saved, cotangents: tuple[jax.Array, jax.Array]):
     """Cotangents of (q, k, v, terms)."""
-    q, k, v, terms, out, lse, rest = saved
+    q, k, v, terms, out, rest = saved
     plan, acc = kept_layout(spec, frozenset(terms)), accumulation(q.dtype)
     shared: dict[str, Any] = {name: jnp.zeros(terms[name].shape, acc) for name in ("bias", "sinks") if name in terms}
 
     def group(shared: dict[str, Any], own):
         u, rest = own
-        arrays = _of_group(spec, plan, u, q, k, v, out, lse, *cotangents)
+        arrays = _of_group(spec, plan, u, q, k, v, out, *cotangents)
         dqs, dks, dvs = [], [], []
         for block, kept_of_block in zip(_blocks(spec, plan, u), rest, strict=True):
             shared, (dq, dk, dv) = _rows_back(spec, terms, block, arrays, kept_of_block, shared)
@@ -186,8 +190,8 @@ def _backward(spec: Spec, saved, cotangents: tuple[jax.Array, jax.Array]):
 
 def _rows_back(spec: Spec, terms: Terms, block: Block, arrays, kept_of_block: Kept, shared: dict[str, Any]):
     """What one block of rows gives: to the sums of bias and sinks; to its queries, its keys and its values."""
-    q, k, v, out, lse, dout, dlse = arrays
-    p, bent, choice, dead, alive = kept_of_block
+    q, k, v, out, dout, dlse = arrays
+    p, bent, choice, dead, sunk, alive = kept_of_block
     acc = accumulation(q.dtype)
     keys, values = (_seen(alive, _columns(block, x), acc) for x in (k, v))
     queries, douts, dlse = (_lines(block, x, acc) for x in (q, dout, dlse))
@@ -198,10 +202,8 @@ def _rows_back(spec: Spec, terms: Terms, block: Block, arrays, kept_of_block: Ke
         bent = bent if bent is None else jnp.where(dead, 0, bent)
     delta = (douts * _lines(block, out, acc)).sum(-1, keepdims=True) - dlse
     shape = (block.nb, block.ng, spec.r, block.rows)
-    if "sinks" in terms:
-        line = _lines(block, jnp.where(lse == -jnp.inf, jnp.inf, lse), acc)  # no key, a sink of -inf: a share of 0
-        share = jnp.exp(_sinks(spec, terms, block, acc) - line)
-        dsink = -(share * delta).reshape(shape).sum((0, 3))
+    if sunk is not None:
+        dsink = -(sunk * delta).reshape(shape).sum((0, 3))
         shared = shared | {"sinks": add(shared["sinks"], dsink, (block.g, 0))}
     ds = p * (thinned(spec, choice, product(spec, "bgqd,bgkd->bgqk", douts, values)) - delta)
     if "bias" in terms:

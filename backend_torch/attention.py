@@ -300,7 +300,8 @@ def _run(kernel: str, call: Call) -> tuple[Tensor, Any]:
         out, lse = _run(kernel, replace(call, q=q, k=k, v=v))
         return out.to(call.q.dtype), lse
     if kernel == "sdpa":
-        return sdpa(call), None
+        fused = sdpa(call)
+        return (blockwise(call)[0] if fused is None else fused), None
     if kernel == "blockwise":
         return blockwise(call)
     return flex(call) if kernel == "flex" else dense(call)[:2]

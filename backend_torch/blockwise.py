@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .dense import accumulation
 from .pieces import Piece, pieces
-from .tiles import Problem, flash_backward, flash_forward, own_backward, own_forward, tile
+from .tiles import Problem, flash_backward, flash_forward, own_backward, own_forward, says_enough, tile
 from .visibility import Visibility, part
 
 # Scores alive at a time in the own path, in elements; 2^20 are 4 MiB in float32. Measured on one core with a soft cap,
@@ -42,8 +42,20 @@ def forward(
 def run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`forward` without its way through torch; the results may be strided."""
     p = _problem(*arguments)
-    q, v, sinks = p.q, p.v, p.sinks
     flash = _fusible(p)
+    out, lse = _all_pieces(p, flash)
+    if p.sinks is not None:
+        sink = p.sinks.to(lse.dtype)[:, None]
+        if flash and not says_enough(_finite(lse)):
+            flash = False  # a sink beside such scores needs their sum
+            out, lse = _all_pieces(p, flash)
+        _join_sinks(out, lse, sink, flash)
+    return out, lse
+
+
+def _all_pieces(p: Problem, flash: bool) -> tuple[Tensor, Tensor]:
+    """out and lse, in which sinks of the fused kernel are yet to join."""
+    q, v = p.q, p.v
     masks: dict[tuple[int, ...], Tensor] = {}
     out, lse = None, None
     for piece in _pieces(p, flash):
@@ -56,11 +68,12 @@ def run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             out, lse = _nothing(q, v)
         part(out, piece.n, (0, out.shape[1]), piece.q).copy_(values)
         part(lse, piece.n, (0, out.shape[1]), piece.q).copy_(logs)
-    if out is None or lse is None:
-        out, lse = _nothing(q, v)
-    if sinks is not None:
-        _join_sinks(out, lse, sinks.to(lse.dtype)[:, None], flash)
-    return out, lse
+    return (out, lse) if out is not None and lse is not None else _nothing(q, v)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A row without keys: any finite lse gives exp(-inf - lse) = 0."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,10 +115,10 @@ def run_backward(
     """`backward` without its way through torch; the results may be strided."""
     p = _problem(*arguments)
     q, k, v, bias, sinks, acc = p.q, p.k, p.v, p.see.bias, p.sinks, lse.dtype
+    finite = _finite(lse)
+    enough = lse.device.type == "cpu" and says_enough(finite)  # elsewhere a look would wait for the device
     # The fused backward pass knows neither the derivative of lse nor of the bias.
-    flash = _fusible(p) and grad_lse is None and not to_bias
-    # A row without keys: any finite lse gives exp(-inf - lse) = 0.
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    flash = _fusible(p) and grad_lse is None and not to_bias and enough
     delta = lse.new_empty(0)
     if not flash or sinks is not None:
         delta = torch.linalg.vecdot(grad.to(acc), out.to(acc))
@@ -113,6 +126,7 @@ def run_backward(
     grads: tuple[Tensor, ...] | None = None
     dbias = torch.zeros_like(bias, dtype=acc) if to_bias and bias is not None else q.new_empty(0)
     heads = (0, q.shape[1])
+    share = None if sinks is None else torch.exp(sinks.to(acc)[:, None] - finite)
     masks: dict[tuple[int, ...], Tensor] = {}
     for piece in _pieces(p, flash):
         t = tile(p, piece, masks, flash)
@@ -120,7 +134,9 @@ def run_backward(
         if flash:
             parts, term = flash_backward(p, t, g, part(out, piece.n, heads, piece.q), l), None
         else:
-            parts, term = own_backward(p, t, g, part(delta, piece.n, heads, piece.q), l)
+            parts, term, sunk = own_backward(p, t, g, part(delta, piece.n, heads, piece.q), l if enough else None)
+            if share is not None and sunk is not None:
+                part(share, piece.n, heads, piece.q).copy_(sunk)
         if to_bias and term is not None:
             target = part(dbias, piece.n, (0, dbias.shape[1]), piece.q, piece.k)
             target += term.sum([a for a in range(4) if dbias.shape[a] == 1], keepdim=True) if 1 in dbias.shape else term
@@ -135,8 +151,8 @@ def run_backward(
     if grads is None:
         grads = tuple(torch.zeros_like(x) for x in (q, k, v))
     dsinks = q.new_empty(0)
-    if sinks is not None:
-        dsinks = -(torch.exp(sinks.to(acc)[:, None] - finite) * delta).sum((0, 2)).to(sinks.dtype)
+    if sinks is not None and share is not None:
+        dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
     if to_bias and bias is not None:
         dbias = dbias.to(bias.dtype)
     dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
@@ -176,6 +192,10 @@ def _covers(p: Problem, piece: Piece) -> bool:
 def _pieces(p: Problem, flash: bool) -> Iterator[Piece]:
     """The pieces, small enough in queries and batch elements that their scores (or masks) stay in cache."""
     (N, H, T, _), S = p.q.shape, p.k.shape[2]
+    alone = p.see.mask is None and not (p.see.banded or p.see.ragged)
+    if flash and alone and p.see.bias is not None and p.see.bias.dtype == accumulation(p.q.dtype):
+        yield Piece((0, N), (0, T), (0, S), "mask")  # the kernel takes the bias as it is: nothing is made for it
+        return
     left, right = p.see.left, p.see.right
     band = S if left is None or right is None else left + right
     if flash:

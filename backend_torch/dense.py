@@ -55,7 +55,10 @@ def _quickly(
     """The same from scores and weights whose last column may be the sink."""
     q, S = call.q, call.k.shape[2]
     N, H, T, _ = q.shape
-    lse = torch.logsumexp(s, -1) if call.wants_lse else s.new_empty(0)
+    lse = s.new_empty(0)
+    if call.wants_lse:  # from the largest on: torch's derivative is exp(s - lse), and a large lse has no digits left
+        top = s.detach().amax(-1, keepdim=True)
+        lse = torch.logsumexp(s - top, -1) + top.squeeze(-1)
     if not value:
         return call.v, lse, weights[..., :S].to(q.dtype)
     used = weights

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .dense import accumulation, dense
+from .tiles import FLASH, says_enough
 from .visibility import Visibility, band_term, hull, last_sees_all, narrowed, readable, seen, tame, visible
 
 _SDPA = F.scaled_dot_product_attention
+_allowed = torch._C._get_flash_sdp_enabled
 
 
-def sdpa(call: Any) -> Tensor:
-    """(N, H, T, Dv) of a call without soft cap, sinks, dropout or lse.
+def sdpa(call: Any) -> Tensor | None:
+    """(N, H, T, Dv) of a call without soft cap, sinks, dropout or lse; None where `recorded` gives none.
 
     Pure causality goes as torch's flag, which is top-left; every other restriction as one mask, so nothing depends on
     how torch combines the two. Keys that no query may attend to are cut off or, where they hold what a weight of 0
@@ -49,10 +52,29 @@ def sdpa(call: Any) -> Tensor:
         grouped = mask is None or not q.is_cuda
         if not grouped:  # no fused CUDA kernel has groups and a mask together
             k, v = (x.repeat_interleave(plan.group, 1) for x in (k, v))
-    out = _SDPA(q, k, v, attn_mask=mask, is_causal=flag, scale=plan.scale, enable_gqa=grouped)
-    if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        mark(out)
+    if looks and call.gradient and not call.bias_gradient and _allowed() and forward_ad._current_level < 0:
+        out = recorded(q, k, v, mask, flag, plan.scale)
+        if out is None:
+            return None
+    else:
+        out = _SDPA(q, k, v, attn_mask=mask, is_causal=flag, scale=plan.scale, enable_gqa=grouped)
+        if not torch.compiler.is_compiling() and out.grad_fn is not None:
+            mark(out)
     return out[..., :Dv] if Dv != D else out
+
+
+def recorded(q: Tensor, k: Tensor, v: Tensor, term: Tensor | None, flag: bool, scale: float | None) -> Tensor | None:
+    """The output of torch's fused CPU kernel, eager, where a gradient of q, k or v is wanted.
+
+    None where its backward pass, which makes weights from lse, would not find them (see `tiles.ENOUGH`).
+    """
+    if term is not None and term.dtype == torch.bool:
+        term = torch.zeros((), dtype=q.dtype).where(term, -torch.inf)
+    out, lse = FLASH(q, k, v, 0.0, flag, attn_mask=term, scale=scale)
+    if not says_enough(lse.detach()):
+        return None
+    mark(out)
+    return out
 
 
 def _restricted(

@@ -216,11 +216,18 @@ def _transformed(c: Call) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def _unlooked(c: Call) -> bool:
+    """Whether a bias may put a row so far off that torch's derivative is wrong, with nobody there to look: `ENOUGH`."""
+    compiled = torch.compiler.is_compiling() and c.q.device.type == "cpu"
+    return compiled and c.see.bias is not None and c.gradient and not c.bias_gradient
+
+
 # The first line whose condition holds and whose kernel can serve is the choice of kernel="auto".
 ORDER: tuple[tuple[str, str, Test], ...] = (
     ("flex", "on CUDA it skips what band, lengths and segments leave out", lambda c: c.q.is_cuda and _structured(c)),
     ("blockwise", "it skips what band, lengths and segments leave out", lambda c: not c.q.is_cuda and _structured(c)),
     ("blockwise", "torch.func.vmap would run torch's fused CPU kernel once per element", _transformed),
+    ("blockwise", "compiled, torch's kernel would not be asked whether its derivative holds", _unlooked),
     ("dense", "few scores: keeping the weights is the shortest way", keeps),
     ("dense", "few scores: torch too writes a bias's gradient out", lambda c: c.bias_gradient and _written_out(c)),
     ("sdpa", "torch's fused kernel says all of it", lambda c: True),

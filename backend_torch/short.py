@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .few import few, future
-from .fused import is_flag, mark, side_by_side
+from .fused import is_flag, mark, recorded, side_by_side
 from .kernels import Call, joins, keeps
 from .sinks import with_sinks
 from .visibility import readable
@@ -28,6 +28,8 @@ Short = Callable[..., Tensor | None]
 # look at all of it takes less than one at its last row and one at the output.
 CHECKED, GLANCE = 1 << 12, 1 << 15
 _SDPA = F.scaled_dot_product_attention
+_graded = torch.is_grad_enabled
+_allowed = torch._C._get_flash_sdp_enabled
 
 
 def short(call: Call, chosen: str, asked: str) -> Short | None:
@@ -62,15 +64,17 @@ def short(call: Call, chosen: str, asked: str) -> Short | None:
     return None
 
 
-def _kernel(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def _kernel(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | None]:
     """Torch's own, with the numbers of a call; those that are its defaults are not worth their way through Python."""
-    plan, flag = call.plan, call.see.banded
+    plan, flag, looks = call.plan, call.see.banded, readable(call.q)
     scale, grouped = plan.scale, plan.G != plan.H
     usual = scale == 1.0 / math.sqrt(plan.D) and not grouped
 
-    def run(q: Tensor, k: Tensor, v: Tensor, term: Tensor | None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, term: Tensor | None) -> Tensor | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
             q, k, v = side_by_side(q, k, v)
+        if looks and _graded() and (q.requires_grad or k.requires_grad or v.requires_grad) and _allowed():
+            return recorded(q, k, v, term, flag, scale)
         if usual:
             out = _SDPA(q, k, v, term, 0.0, flag)
         else:

@@ -14,6 +14,9 @@ from .visibility import Visibility, part, seen, visible
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# A backward pass makes weights as exp(s - lse). In float32 an lse of this size is right to 2e-4, and one of 1e9 has no
+# digits left for the sum: where all scores of a row are far off, weights of 1 / S would come back as 1.
+ENOUGH = float(1 << 12)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,12 @@ def flash_backward(p: Problem, t: Tile, grad: Tensor, out: Tensor, lse: Tensor) 
     return FLASH_BACKWARD(grad, t.q, t.k, t.v, out, lse, 0.0, causal, attn_mask=term, scale=p.scale)
 
 
+def says_enough(lse: Tensor) -> bool:
+    """Whether weights can be made from these; read on the host. -inf, a row without keys, counts as far off."""
+    least, most = torch.aminmax(lse)
+    return least.item() > -ENOUGH and most.item() < ENOUGH
+
+
 def scores(p: Problem, t: Tile) -> tuple[Tensor, Tensor | None]:
     """Masked scores (n, H, i, j) in the accumulation dtype, and tanh(s / softcap) where there is a cap."""
     acc = accumulation(t.q.dtype)
@@ -148,15 +157,7 @@ def dropped(p: Problem, t: Tile) -> Tensor:
 def own_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece that holds all the keys of its queries; both in the accumulation dtype."""
     s, _ = scores(p, t)
-    top = s.amax(-1, keepdim=True)
-    if p.sinks is not None:
-        sink = p.sinks.to(s.dtype)[:, None, None]
-        top = torch.maximum(top, sink)
-    top.masked_fill_(top == -torch.inf, 0.0)
-    s.sub_(top).exp_()
-    total = s.sum(-1, keepdim=True)
-    if p.sinks is not None:
-        total += torch.exp(sink - top)
+    top, total, _ = _powers(p, s)
     if p.rate > 0:
         s *= dropped(p, t)
     G = t.k.shape[1]
@@ -165,18 +166,41 @@ def own_forward(p: Problem, t: Tile) -> tuple[Tensor, Tensor]:
     return out, (total.log() + top).squeeze(-1)
 
 
+def _powers(p: Problem, s: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """m, sum exp(s - m) and the sink's part of it, a column each; exp(s - m) takes the place of s."""
+    top = s.amax(-1, keepdim=True)
+    sink = None
+    if p.sinks is not None:
+        sink = p.sinks.to(s.dtype)[:, None, None]
+        top = torch.maximum(top, sink)
+    top.masked_fill_(top == -torch.inf, 0.0)
+    s.sub_(top).exp_()
+    total = s.sum(-1, keepdim=True)
+    if sink is not None:
+        sink = torch.exp(sink - top)
+        total += sink
+    return top, total, sink
+
+
 def own_backward(
-    p: Problem, t: Tile, grad: Tensor, delta: Tensor, lse: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Gradients of a piece's q, k, v and of its scores after the cap, in the accumulation dtype.
+    p: Problem, t: Tile, grad: Tensor, delta: Tensor, lse: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    """Gradients of a piece's q, k, v and of its scores after the cap, in the accumulation dtype; the sink's weights.
 
     P = exp(s - lse);  dP = F * (dO @ v.T);  dS = P * (dP - delta);  delta = sum(dO * O) - d lse;  dv = (P * F).T @ dO
-    with F the dropout factor. lse is finite here: rows without keys have P = exp(-inf) = 0.
+    with F the dropout factor. lse is finite here: rows without keys have P = exp(-inf) = 0. None, where it does not
+    say enough (see `ENOUGH`), asks for the sums to be made again; only then the sink's weights are given.
     """
     s, bent = scores(p, t)
     G, acc = t.k.shape[1], s.dtype
     q, grad = grouped(t.q.to(acc), G), grouped(grad.to(acc), G)
-    weights = s.sub_(lse[..., None]).exp_()
+    sunk = None
+    if lse is not None:
+        weights = s.sub_(lse[..., None]).exp_()
+    else:
+        _, total, sunk = _powers(p, s)
+        weights = s.div_(total.masked_fill_(total == 0, 1.0))
+        sunk = None if sunk is None else (sunk / total).squeeze(-1)
     step = _product(grad, t.v.to(acc).mT).view_as(weights)
     used = weights
     if p.rate > 0:
@@ -190,4 +214,4 @@ def own_backward(
         step = step * (1.0 - bent.square()) if term is not None else step.mul_(bent.square_().neg_().add_(1.0))
     rows = grouped(step, G)
     dq = _product(rows, t.k.to(acc), p.scale).view(*step.shape[:3], -1)
-    return (dq, _product(rows.mT, q, p.scale), dv), term
+    return (dq, _product(rows.mT, q, p.scale), dv), term, sunk

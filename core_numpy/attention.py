@@ -122,7 +122,7 @@ def attention_weights(
         for place, part in parts(pairs):
             here = place.of(weights)
             for rows, keys in blocks(part):
-                P, _ = softmax(scores(part, rows, keys), visible(part, rows, keys), part.sinks)
+                P, _, _ = softmax(scores(part, rows, keys), visible(part, rows, keys), part.sinks)
                 here[..., rows, keys] = rounded(P, weights.dtype)
     return weights.reshape(plan.scores_shape)
 
@@ -185,7 +185,8 @@ def attend(pairs: Pairs, *, keep: bool = False) -> tuple[np.ndarray, np.ndarray,
             values, out_here, lse_here = place.of(v), place.of(out), place.of(lse)
             for rows, keys in blocks(part):
                 seen = visible(part, rows, keys)
-                P, lse_here[..., rows, :] = softmax(scores(part, rows, keys), seen, part.sinks)
+                P, m, total = softmax(scores(part, rows, keys), seen, part.sinks)
+                lse_here[..., rows, :] = m + np.log(total)
                 if weights is not None:
                     weights.append(P)
                 thinned = P if plan.dropout_rate == 0.0 else P * dropout_factor(part, rows, keys)
@@ -213,11 +214,13 @@ def capped(pairs: Pairs, rows: slice, keys: slice) -> np.ndarray:
     return s if plan.softcap is None else plan.softcap * np.tanh(s / plan.softcap)
 
 
-def softmax(s: np.ndarray, seen: np.ndarray | None, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """P = exp(s - lse) over the seen pairs and 0 elsewhere, and lse = m + log(sum exp(s - m) + exp(sink - m)).
+def softmax(
+    s: np.ndarray, seen: np.ndarray | None, sinks: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """P = exp(s - m) / total over the seen pairs and 0 elsewhere, m, and total = sum exp(s - m) + exp(sink - m).
 
     m is the largest score of the row, or 0 where there is none, so that nothing overflows and no row is NaN. P takes
-    the place of s; lse is a column.
+    the place of s; m and total are columns, and lse is m + log(total), in which a large m leaves no digits to total.
     """
     if seen is not None:
         np.copyto(s, -np.inf, where=~seen)
@@ -232,7 +235,7 @@ def softmax(s: np.ndarray, seen: np.ndarray | None, sinks: np.ndarray | None) ->
     P = np.divide(e, np.where(total == 0.0, 1.0, total), out=e)
     if seen is not None and np.isnan(total).any():
         np.copyto(P, 0.0, where=~seen)  # a NaN in the row's denominator stays with the pairs that are seen
-    return P, m + np.log(total)
+    return P, m, total
 
 
 def merge_attention(outs: Sequence[np.ndarray], lses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -260,8 +263,8 @@ def merge_attention(outs: Sequence[np.ndarray], lses: Sequence[np.ndarray]) -> t
 def merge_weights(lses: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """exp(lse_n - lse), stacked over the parts, and lse."""
     parts = np.stack([np.asarray(lse).astype(np.float64) for lse in lses], axis=-1)
-    w, lse = softmax(parts, None, None)
-    return np.moveaxis(w, -1, 0), lse[..., 0]
+    w, m, total = softmax(parts, None, None)
+    return np.moveaxis(w, -1, 0), (m + np.log(total))[..., 0]
 
 
 def available_kernels() -> dict[str, Kernel]:

@@ -172,8 +172,6 @@ def test_a_bias_of_the_least_number_hides_nothing(length):
             call = jax.jit(backend_jax.attention) if jitted else backend_jax.attention
             expected = core_numpy.attention(q, k, v, bias=bias, sinks=sinks)
             np.testing.assert_allclose(np.asarray(call(q, k, v, bias=bias, sinks=sinks)), expected, atol=2e-6)
-    if length > 512:  # in blocks, whose weights are made again from an lse that has no digits left for their sum
-        return
     grads = jax.grad(lambda *x: (backend_jax.attention(*x[:3], bias=x[3]) * v).sum(), argnums=(0, 1, 2, 3))(
         q, k, v, bias
     )

@@ -227,4 +227,5 @@ def test_the_future_has_no_influence_on_outputs_or_gradients(kernel):
         out = attention(q, k, v, causal=True, mask=torch.ones(6, 6, dtype=torch.bool), kernel=kernel)[:, :, :4]
         results.append([out, *(g[:, :, :4] for g in gradients_of(out.square().sum(), q, k, v))])
     for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+        # Not bit by bit: scores of such a size have another backward pass (`tiles.ENOUGH`).
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

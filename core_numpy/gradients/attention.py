@@ -5,7 +5,7 @@ With s the scores after the soft cap c and the bias, R_ij = kept_ij / (1 - rate)
     dv_j    = sum_i R_ij P_ij do_i
     dP_ij   = R_ij do_i . v_j
     ds_ij   = P_ij (dP_ij - sum_j P_ij dP_ij + dlse_i)       as dP_ij/ds_ik = P_ij (1[j=k] - P_ik), dlse_i/ds_ij = P_ij
-    dsink   = sum_i P_i,sink (0 - sum_j P_ij dP_ij + dlse_i)    a key whose value is 0; P_i,sink = exp(sink - lse_i)
+    dsink   = sum_i P_i,sink (0 - sum_j P_ij dP_ij + dlse_i)    a key whose value is 0, of weight P_i,sink
     dbias   = ds, summed over the axes along which bias is broadcast
     dx_ij   = ds_ij (1 - tanh(x_ij / c)^2)                      x = scale * q.k; the factor is 1 without a cap
     dq_i    = scale * sum_j dx_ij k_j
@@ -271,7 +271,7 @@ def _add_block(
     seen = visible(part, rows, keys)
     seen_by = None if seen is None else seen.swapaxes(-1, -2)
     if made is None:
-        P, log_sum = softmax(scores(part, rows, keys), seen, part.sinks)
+        P, m, total = softmax(scores(part, rows, keys), seen, part.sinks)
     else:
         P = next(made)
     if do is not None and part.v is not None:
@@ -291,7 +291,7 @@ def _add_block(
     if seen is not None and not np.isfinite(shift).all():
         np.copyto(ds, 0.0, where=~seen)
     if part.sinks is not None:
-        P_sink = np.where(part.sinks == -np.inf, 0.0, np.exp(part.sinks - log_sum))
+        P_sink = np.exp(part.sinks - m) / np.where(total == 0.0, 1.0, total)
         found["sinks"] += _sum_to(P_sink * shift, part.sinks.shape)
     if part.bias is not None:
         dbias = block_of(found["bias"], rows, keys)
