@@ -22,10 +22,10 @@ print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def run(script, **variables):
+def run(script, *arguments, **variables):
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=plain | variables, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *arguments], env=plain | variables, capture_output=True, text=True, check=True
     )
     return [int(x) for x in done.stdout.split()]
 
@@ -46,6 +46,30 @@ def test_freed_memory_is_taken_again_without_page_faults(glibc):
 def test_what_the_user_sets_stays(glibc):
     kept, faults = run(FAULTS, MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept and faults > 1000
+
+
+# 128 MiB, too large for any arena but the first; of huge pages where the system has them.
+IN_A_THREAD = """
+import resource, sys, threading
+import numpy as np
+from core_numpy.contract.memory import keep_freed_memory, share_one_arena
+kept = (sys.argv[1:] == ["apart"] or share_one_arena()) and keep_freed_memory()
+def step():
+    work = threading.Thread(target=np.ones, args=(1 << 24,))
+    work.start()
+    work.join()
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_threads_find_it_where_they_share_one_arena(glibc):
+    kept, faults = run(IN_A_THREAD)
+    assert kept and faults < 40
+    kept, faults = run(IN_A_THREAD, "apart")
+    assert kept and faults > 60
 
 
 @pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])
