@@ -29,6 +29,7 @@ from core_numpy.contract.config import TrainConfig
 from core_numpy.contract.parallel import (
     AXES,
     Layout,
+    batch_digests,
     check_alike,
     check_layout,
     check_parallel_batch,
@@ -110,7 +111,7 @@ def said_by_all(own: Any) -> list[Any]:
         return [own]
     from jax.experimental import multihost_utils
 
-    text = np.frombuffer(json.dumps(own, sort_keys=True).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     longest = int(multihost_utils.process_allgather(np.array(len(text))).max())
     said = multihost_utils.process_allgather(np.pad(text, (0, longest - len(text)), constant_values=ord(" ")))
     return [json.loads(row.tobytes()) for row in np.asarray(said)]
@@ -126,7 +127,8 @@ class ParallelTrainer(Trainer):
 
     def __init__(self, model: Transformer, config: TrainConfig) -> None:
         self.layout = Layout.of(config.parallel)
-        if jax.process_count() > 1:
+        self._compared = jax.process_count() == 1
+        if not self._compared:
             check_alike(dict(enumerate(said_by_all(facts(model, config)))), jax.process_index())
         hint = ""
         if jax.default_backend() == "cpu" and jax.process_count() == 1:
@@ -144,6 +146,12 @@ class ParallelTrainer(Trainer):
         """Whether any process says so; all of them must ask."""
         with self._answered():
             return any(said_by_all(flag))
+
+    def check_same(self, name: str, own: Mapping[str, Any]) -> None:
+        """Refuse what the processes do not have alike, with the number of one that differs; all of them must ask."""
+        with self._answered():
+            said = said_by_all({name: dict(own)})
+        check_alike(dict(enumerate(said)), jax.process_index())
 
     def step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """As on one device, on the same whole batch in every process."""
@@ -190,6 +198,9 @@ class ParallelTrainer(Trainer):
 
     def _arrays(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
         arrays = {name: np.asarray(x) for name, x in batch.items()}
+        if not self._compared:
+            self.check_same("first batch", batch_digests(arrays))
+            self._compared = True
         layout, (rows, length) = self.layout, arrays["tokens"].shape
         if rows % layout.parts:  # an evaluation's last batch, say: whole on every device
             return {name: put(x, NamedSharding(self.mesh, PartitionSpec())) for name, x in arrays.items()}

@@ -7,13 +7,15 @@ are short.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 
 import jax
 
 from core_numpy.contract.checks.common import require_int
-from core_numpy.contract.parallel import check_present
+from core_numpy.contract.parallel import check_present, started_processes
 
 # A process that has not come for so long is missing. The slowest honest one imports JAX.
 TIMEOUT = 60.0
@@ -45,11 +47,28 @@ def connect(coordinator: str, processes: int, rank: int, *, timeout: float = TIM
     )  # fmt: skip
 
 
+def join() -> None:
+    """`connect` to the processes that the environment speaks of: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Without a RANK there is this process alone. Refused under torchrun, which keeps MASTER_PORT for itself.
+    """
+    if "RANK" not in os.environ:
+        return
+    rank, count, host, port = started_processes()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "torchrun must not start processes of JAX: it keeps MASTER_PORT for itself; start each with RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT of your own"
+        )
+    if count > 1:
+        connect(f"{host}:{port}", count, rank)
+
+
 def _wait_for_all(port: int, count: int, timeout: float) -> None:
     """Process 0: take everybody's number, and tell all who is missing, or that nobody is."""
     until = time.monotonic() + timeout
     here: dict[int, socket.socket] = {}
-    with socket.create_server(("", port), backlog=count) as server:
+    with _server(port, count) as server:
         try:
             while len(here) < count - 1 and (left := until - time.monotonic()) > 0:
                 server.settimeout(left)
@@ -71,6 +90,17 @@ def _wait_for_all(port: int, count: int, timeout: float) -> None:
             for connection in here.values():
                 connection.close()
     check_present(missing, count, timeout)
+
+
+def _server(port: int, count: int) -> socket.socket:
+    try:
+        return socket.create_server(("", port), backlog=count)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            error.errno, f"coordinator must have a port that is free on process 0's machine; {port} is taken"
+        ) from error
 
 
 def _come(host: str, port: int, rank: int, count: int, timeout: float) -> None:

@@ -20,16 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from core_numpy.contract.checkpoints import checkpoint_path, finish_shards
 from core_numpy.contract.config import TrainConfig
-from core_numpy.contract.parallel import (
-    AXES,
-    check_parallel_batch,
-)
+from core_numpy.contract.parallel import AXES, batch_digests, check_alike, check_parallel_batch
 from core_numpy.contract.shards import MODEL_SLOT, open_shards, shard_name, write_shard
 
 from . import place
@@ -125,7 +122,8 @@ def spread_over(parameter: Tensor) -> frozenset[str]:
         return frozenset()
     names = parameter.device_mesh.mesh_dim_names or ()
     pairs = zip(names, parameter.placements, strict=True)
-    return frozenset(name for name, placement in pairs if isinstance(placement, Shard) or placement.is_shard())
+    # A dimension that tensor and fsdp both cut has a placement of its own, which torch 2.13 calls no `Shard`.
+    return frozenset(name for name, placement in pairs if not placement.is_replicate())
 
 
 class ParallelTrainer(Trainer):
@@ -135,6 +133,7 @@ class ParallelTrainer(Trainer):
         self.group = Group(model, config)
         spread(model, config, self.group)
         self._spread = {name: spread_over(p) for name, p in named(model).items()}
+        self._compared = False
         super().__init__(model, config)
         if self.group.layout.fsdp > 1:
             self._low = None
@@ -150,6 +149,13 @@ class ParallelTrainer(Trainer):
         with self._answered():
             dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said.item())
+
+    def check_same(self, name: str, own: Mapping[str, Any]) -> None:
+        """Refuse what the processes do not have alike, with the number of one that differs; all of them must ask."""
+        said: list[Any] = [None] * dist.get_world_size()
+        with self._answered():
+            dist.all_gather_object(said, {name: dict(own)})
+        check_alike(dict(enumerate(said)), self.group.rank)
 
     def step(self, batch: Any) -> dict[str, Any]:
         """As on one device, on the same whole batch in every process."""
@@ -201,6 +207,9 @@ class ParallelTrainer(Trainer):
                     local(own[name]).copy_(view)
 
     def _gradients(self, arrays: dict[str, np.ndarray], t: int, counted: int) -> Tensor:
+        if not self._compared:
+            self.check_same("first batch", batch_digests(arrays))
+            self._compared = True
         each = len(arrays["tokens"]) // self.config.accumulate // self.group.layout.parts
         # Micro-batch m has the same rows as on one device; of those the part of this process is taken.
         chosen = np.concatenate(

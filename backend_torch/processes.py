@@ -25,6 +25,7 @@ from core_numpy.contract.parallel import (
     check_layout,
     check_present,
     parameters_digest,
+    started_processes,
 )
 
 from .arrays import to_numpy
@@ -101,8 +102,12 @@ def connect(own: Mapping[str, Any], device: torch.device, timeout: float = TIMEO
     A group that is there already is used; its processes are compared as well.
     """
     if not dist.is_initialized():
-        rank, count = _numbers()
-        store = _store(rank, count, timeout)
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "config.parallel needs the processes that torchrun starts: torchrun --nproc-per-node N script.py"
+            )
+        rank, count, host, port = started_processes()
+        store = _store(host, port, rank, count, timeout)
         _compare(dist.PrefixStore("facts", store), own, rank, count, timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=count,
@@ -114,35 +119,13 @@ def connect(own: Mapping[str, Any], device: torch.device, timeout: float = TIMEO
     check_alike({rank: json.loads(text) for rank, text in enumerate(said)}, dist.get_rank())
 
 
-def _numbers() -> tuple[int, int]:
-    """This process's number and how many there are, from what torchrun, or whoever starts them, has set."""
-    if "RANK" not in os.environ:
-        raise ValueError(
-            "config.parallel needs the processes that torchrun starts: torchrun --nproc-per-node N script.py"
-        )
-    lacking = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if lacking:
-        raise ValueError(
-            f"config.parallel needs {', '.join(lacking)} beside RANK in the environment of each process, as torchrun "
-            "sets them"
-        )
-    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    wrong = {name: text for name, text in said.items() if not text.isdecimal()}
-    if wrong or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
-        raise ValueError(
-            f"RANK must be a number below WORLD_SIZE, and MASTER_PORT a number, in the environment of each process; "
-            f"got {said}"
-        )
-    return int(said["RANK"]), int(said["WORLD_SIZE"])
-
-
-def _store(rank: int, count: int, timeout: float) -> Any:
+def _store(host: str, port: int, rank: int, count: int, timeout: float) -> Any:
     """Where processes leave word for one another. torch's own rendezvous waits here, and cannot say for whom."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
     try:
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, rank == 0 and not agent,
-            timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True,
+            host, port, count, rank == 0 and not agent, timedelta(seconds=timeout), wait_for_workers=False,
+            multi_tenant=True,
         )  # fmt: skip
     except dist.DistError:
         check_present([0], count, timeout)

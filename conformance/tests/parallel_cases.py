@@ -86,6 +86,7 @@ UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"lr": 0.01}, {"lr": 0.02}, "TrainConfig: process {other} has {{'lr': 0.0{theirs}}}"),
     ({"version": "1.0"}, {"version": "2.0"}, "version of attention-conformance: process {other} has '{theirs}.0'"),
     ({"weights": 1}, {"weights": 2}, "parameters: process {other} has 'of digest "),
+    ({"given": 0}, {"given": 1}, "first batch: process {other} has {{'tokens': 'int64 (8, 8) of digest "),
 ]
 
 

@@ -136,6 +136,16 @@ def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str, mod
             "files": files}  # fmt: skip
 
 
+def continued(parallel: dict[str, int], folder: str, model: str = "small", steps: int = 3) -> dict[str, Any]:
+    """A run that goes on from somebody's checkpoint in a layout and is saved, against one that never stopped."""
+    alone, _ = train(None, model, steps)
+    again = B.Trainer.load(folder, parallel=parallel)
+    for batch in batches(steps)[again.updates :]:
+        again.step(batch)
+    again.save(folder)
+    return {"params": apart(B.get_params(alone.model), B.get_params(again.model)), "updates": again.updates}
+
+
 def killed(parallel: dict[str, int], folder: str, victim: int) -> dict[str, Any]:
     """One process kills itself before the third update; the others' error is their end."""
     trainer, _ = train(parallel, "small", 2)
@@ -147,11 +157,15 @@ def killed(parallel: dict[str, int], folder: str, victim: int) -> dict[str, Any]
     return trainer.step(batches(3)[2])
 
 
-def begun(parallel: dict[str, int], version: str | None = None, weights: int = 0, **more: Any) -> None:
-    """Make a trainer, as a process of another version does it; weights: the seed of its parameters."""
+def begun(
+    parallel: dict[str, int], version: str | None = None, weights: int = 0, given: int | None = None, **more: Any
+) -> None:
+    """Make a trainer, as a process of another version does it; weights: the seed of its parameters; given: a batch."""
     if version is not None:
         layouts.__version__ = version
-    B.Trainer(B.Transformer(config_of("small"), seed=weights, dtype="float64"), train_of(parallel, **more))
+    trainer = B.Trainer(B.Transformer(config_of("small"), seed=weights, dtype="float64"), train_of(parallel, **more))
+    if given is not None:
+        trainer.step(batches(given + 1)[given])
 
 
 def until(parallel: dict[str, int], folder: str) -> None:
@@ -174,7 +188,8 @@ def main(out: str, devices: int, jobs: list[str]) -> None:
     if "RANK" in os.environ:
         connect(f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     works: dict[str, Any] = {
-        "compared": compared, "compiled": compiled, "ring": ring, "room": room, "resumed": resumed, "killed": killed,
+        "compared": compared, "compiled": compiled, "ring": ring, "room": room, "resumed": resumed,
+        "continued": continued, "killed": killed,
         "until": until, "begun": begun,
         "refused": lambda: refusals(B),
     }  # fmt: skip

@@ -90,6 +90,12 @@ def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str) -> 
     return {"params": apart(B.get_params(alone.model), B.get_params(again.model)), "updates": again.updates}
 
 
+def saved(parallel: dict[str, int], folder: str, model: str = "small", steps: int = 2) -> dict[str, Any]:
+    """Some updates in a layout, and a checkpoint."""
+    trainer, _ = train(parallel, model, steps)
+    return {"path": str(trainer.save(folder))}
+
+
 def killed(parallel: dict[str, int], folder: str) -> dict[str, Any]:
     """The last process kills itself in the fourth update; says how the others end, and after how long."""
     trainer, _ = train(parallel, "plain", 2)
@@ -108,11 +114,15 @@ def killed(parallel: dict[str, int], folder: str) -> dict[str, Any]:
     os._exit(0)  # a group with a dead process cannot be taken down in order
 
 
-def begun(parallel: dict[str, int], version: str | None = None, weights: int = 0, **more: Any) -> None:
-    """Make a trainer, as a process of another version does it; weights: the seed of its parameters."""
+def begun(
+    parallel: dict[str, int], version: str | None = None, weights: int = 0, given: int | None = None, **more: Any
+) -> None:
+    """Make a trainer, as a process of another version does it; weights: the seed of its parameters; given: a batch."""
     if version is not None:
         processes.__version__ = version
-    B.Trainer(B.Transformer(config_of("small"), seed=weights, dtype="float64"), train_of(parallel, **more))
+    trainer = B.Trainer(B.Transformer(config_of("small"), seed=weights, dtype="float64"), train_of(parallel, **more))
+    if given is not None:
+        trainer.step(batches(given + 1)[given])
 
 
 def until(parallel: dict[str, int], folder: str) -> None:
@@ -134,7 +144,7 @@ def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     works: dict[str, Any] = {
         "begun": begun, "compared": compared, "shared": shared,
-        "sent": sent, "partners": partners, "resumed": resumed, "killed": killed, "until": until,
+        "sent": sent, "partners": partners, "resumed": resumed, "saved": saved, "killed": killed, "until": until,
         "refused": lambda: refusals(B),
     }  # fmt: skip
     found = []

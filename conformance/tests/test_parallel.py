@@ -88,6 +88,17 @@ def test_of_two_configurations_the_fields_that_differ_are_said_and_no_others():
     )
 
 
+def test_processes_that_were_given_other_batches_are_told_which_array_differs():
+    batch = {"tokens": np.arange(6).reshape(2, 3), "targets": np.ones((2, 3), int)}
+    other = {**batch, "tokens": batch["tokens"] + [[0, 0, 0], [0, 0, 1]]}
+    alike, unlike = ({"first batch": P.batch_digests(x)} for x in (batch, other))
+    P.check_alike({0: alike, 1: {"first batch": P.batch_digests({n: x.copy() for n, x in batch.items()})}}, 0)
+    words = r"same first batch: process 1 has {'tokens': 'int64 \(2, 3\) of digest \w{8}'}, process 0 has {'tokens': "
+    with pytest.raises(ValueError, match=words):
+        P.check_alike({0: alike, 1: unlike}, 0)
+    assert P.batch_digests({"x": batch["tokens"].reshape(3, 2)}) != P.batch_digests({"x": batch["tokens"]})
+
+
 def test_processes_that_have_not_come_are_named():
     P.check_present([], 4, 60)
     with pytest.raises(TimeoutError, match="process 1, 3 of 4 has not come within 60 s"):
@@ -173,3 +184,44 @@ def test_windows_that_do_not_fall_into_equal_parts_are_refused_before_there_is_a
     assert cli.main(C, [*words, "--out", str(tmp_path / "run")]) == 2
     assert "tokens must have a length that is a multiple of 4" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_what_its_processes_must_have_alike_and_ends_where_they_have_not(tmp_path, monkeypatch, capsys):
+    """A stand-in for a backend with processes, another one of which trains on longer windows."""
+    from core_numpy.contract import cli
+
+    said = {}
+
+    class Trainer(C.Trainer):
+        def check_same(self, name, own):
+            said.update(own)
+            P.check_alike({0: {name: own}, 1: {name: {**own, "length": 128}}}, 0)
+
+    monkeypatch.setattr(C, "Trainer", Trainer)
+    words = ["train", "--steps", "1", "--length", "16", "--evaluate-every", "7", "--out", str(tmp_path / "run")]
+    assert cli.main(C, words) == 2
+    words = (
+        "error: all processes must have the same settings: process 1 has {'length': 128}, process 0 has {'length': 16}"
+    )
+    assert capsys.readouterr().err.splitlines() == [words]
+    assert said["evaluate_every"] == 7 and said["checkpoint_every"] == 100 and said["updates"] == 0
+    # Where the text lies may differ from machine to machine, and what stands in it may not.
+    assert len(said["digest of the text"]) == 64 and not said.keys() & {"text", "data"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_processes_are_joined_before_anything_else_and_only_where_there_is_a_layout(
+    tmp_path, monkeypatch, capsys
+):
+    from core_numpy.contract import cli
+
+    def join():
+        raise TimeoutError("process 1 of 2 has not come within 60 s")
+
+    monkeypatch.setattr(C, "Transformer", None)
+    words = ["train", "--steps", "1", "--out", str(tmp_path / "run")]
+    assert cli.main(C, [*words, "--parallel", "data=2"], join=join) == 2
+    assert capsys.readouterr().err == "error: process 1 of 2 has not come within 60 s\n"
+    monkeypatch.undo()
+    assert cli.main(C, [*words, "--batch", "1", "--plain"], join=join) == 0
+    assert (tmp_path / "run" / "step-00000001").is_dir()

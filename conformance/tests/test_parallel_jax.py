@@ -203,6 +203,37 @@ def test_a_checkpoint_of_two_processes_resumes_in_another_layout_and_in_the_refe
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_checkpoint_of_torch_on_four_processes_goes_on_on_two_devices_of_jax_and_then_in_the_reference(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import apart, batches, config_of, train_of
+    from test_parallel_torch import run as run_torch
+
+    import core_numpy as C
+
+    folder = str(tmp_path / "run")
+    run_torch(4, [{"do": "saved", "parallel": {"fsdp": 2, "tensor": 2}, "folder": folder}], tmp_path)
+    (row,) = run(2, [{"do": "continued", "parallel": {"context": 2}, "folder": folder}], tmp_path)
+    assert row["updates"] == 3 and row["params"] <= TOLERANCE, row
+    found = C.Trainer.load(folder)
+    alone = C.Trainer(C.Transformer(config_of("small"), seed=3, dtype="float64"), train_of(None))
+    for batch in batches(3):
+        alone.step(batch)
+    assert found.updates == 3 and apart(C.get_params(alone.model), C.get_params(found.model)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_of_two_axes_at_once_resumes_in_two_others(tmp_path):
+    layouts = {"first": {"fsdp": 2, "tensor": 2}, "then": {"data": 2, "context": 2}}
+    (row,) = run(4, [{"do": "resumed", **layouts, "folder": str(tmp_path / "run")}], tmp_path)
+    assert row["updates"] == 3 and row["params"] <= TOLERANCE, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_a_device_holds_of_65536_positions_falls_as_their_number_grows(tmp_path, monkeypatch):
     """Read off the programs: what XLA sets aside on each of 2, 4 and 8 devices, arguments and results included."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)

@@ -94,6 +94,75 @@ def test_wrong_arguments_of_connect_are_refused(arguments, error, words, initial
     assert not initialised
 
 
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the variables by which a process is told who it is, and no others of them."""
+
+    def put(**values):
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def test_a_command_joins_the_processes_that_its_environment_speaks_of(environment, monkeypatch):
+    asked = []
+    monkeypatch.setattr(processes, "connect", lambda *words: asked.append(words))
+    environment()
+    processes.join()
+    environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="80")
+    processes.join()
+    assert not asked
+    environment(RANK="2", WORLD_SIZE="3", MASTER_ADDR="10.0.0.1", MASTER_PORT="1234")
+    processes.join()
+    assert asked == [("10.0.0.1:1234", 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"RANK": "0"}, "config.parallel needs WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK must be a number below WORLD_",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"},
+            "torchrun must not start processes of JAX: it keeps MASTER_PORT for itself",
+        ),
+    ],
+)
+def test_an_environment_that_names_no_processes_is_refused(values, words, environment, initialised):
+    environment(**values)
+    with pytest.raises(ValueError, match=words):
+        processes.join()
+    assert not initialised
+
+
+def test_who_does_not_come_is_one_line_of_the_command_and_exit_status_2(environment, monkeypatch, tmp_path, capsys):
+    from functools import partial
+
+    import backend_jax
+    from core_numpy.contract.cli import main
+
+    environment(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    monkeypatch.setattr(processes, "connect", partial(processes.connect, timeout=1))
+    words = ["train", "--steps", "1", "--parallel", "data=2", "--out", str(tmp_path / "run")]
+    assert main(backend_jax, words, join=processes.join) == 2
+    assert capsys.readouterr().err == "error: process 1 of 2 has not come within 1 s\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_somebody_has_is_said(initialised):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"port that is free on process 0's machine; {port} is taken"):
+            processes.connect(f"localhost:{port}", 2, 0, timeout=1)
+    assert not initialised
+
+
 def test_a_broken_connection_is_said_whatever_jax_raises_and_a_wrong_argument_stays_one(monkeypatch):
     from backend_jax.parallel import ParallelTrainer
 
@@ -167,3 +236,58 @@ def test_processes_with_other_configurations_or_versions_refuse_before_the_first
 
     command = [sys.executable, str(HERE / "parallel_jax.py"), str(tmp_path / "out.json"), "1"]
     check_unlike(command, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"})
+
+
+def together(words: list[str], other: list[str], tmp_path: Path) -> list[tuple[int, str, str]]:
+    """Exit status and both outputs of two processes of `python -m backend_jax train`, each with its words."""
+    environment = {
+        **os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(HERE.parents[1]), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    train = [sys.executable, "-m", "backend_jax", "train", "--steps", "3", "--plain", "--batch", "4"]
+    started = [
+        subprocess.Popen(
+            [*train, "--out", str(tmp_path / "run"), *own], env=environment | {"RANK": str(rank)}, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, own in enumerate((words, other))
+    ]  # fmt: skip
+    said = [process.communicate(timeout=280) for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, said, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_command_line_trains_on_several_processes_and_one_of_them_speaks(tmp_path):
+    first, second = together(["--parallel", "fsdp=2", "--json"], ["--parallel", "fsdp=2"], tmp_path)
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    said = [json.loads(line) for line in first[1].splitlines()]  # and none of Gloo's words between them
+    assert [row["step"] for row in said if "loss" in row] == [1, 2, 3] and not second[1]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    import backend_jax
+    from core_numpy.contract.cli import main
+
+    words = ["train", "--steps", "3", "--plain", "--batch", "4", "--out", str(tmp_path / "alone")]
+    assert main(backend_jax, words) == 0
+    alone = [json.loads(line) for line in (tmp_path / "alone" / "log.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-5)
+    files = sorted(path.name for path in (tmp_path / "run" / "step-00000003").iterdir())
+    assert files == ["checkpoint.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (["--lr", "0.5"], "the same TrainConfig: process 1 has {'lr': 0.5}, process 0 has {'lr': 0.003}"),
+        (["--checkpoint-every", "2"], "the same settings: process 1 has {'checkpoint_every': 2}, process 0 has "),
+    ],
+)
+def test_processes_of_the_command_line_that_are_not_alike_end_with_a_line_each(tmp_path, other, words):
+    first, second = together(["--parallel", "data=2"], ["--parallel", "data=2", *other], tmp_path)
+    assert first[0] == second[0] == 2
+    assert [line for line in first[2].splitlines() if line.startswith("error: ") and words in line], first[2]
+    assert "process 0 has" in second[2] and "Traceback" not in first[2] + second[2]
+    assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,24 @@ def test_without_process_0_the_others_name_it(monkeypatch):
         connect({}, torch.device("cpu"), timeout=1)
 
 
+def test_who_does_not_come_is_one_line_of_the_command_and_exit_status_2(monkeypatch, tmp_path, capsys):
+    import backend_torch as B
+    from backend_torch import processes
+    from core_numpy.contract.cli import main
+
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(processes, "connect", partial(processes.connect, timeout=1))
+    assert main(B, ["train", "--steps", "1", "--parallel", "data=2", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "error: process 1 of 2 has not come within 1 s\n"
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
         ({}, "needs the processes that torchrun starts"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "needs MASTER_ADDR, MASTER_PORT beside RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "needs MASTER_ADDR, MASTER_PORT in the environment"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK must be a number b"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "'MASTER_PORT': 'x'"),
     ],
@@ -218,6 +232,22 @@ def test_a_checkpoint_resumes_in_another_layout_and_in_the_other_packages(tmp_pa
     for batch in batches(8)[5:]:
         alone.step(batch)
     assert apart(C.get_params(reference.model), B.get_params(alone.model)) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_axes_at_once_resumes_in_two_others(tmp_path):
+    layouts = [
+        ({"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}),
+        ({"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}),
+        ({"context": 2, "tensor": 2}, {"fsdp": 4}),
+    ]
+    jobs = [
+        {"do": "resumed", "first": first, "then": then, "folder": str(tmp_path / str(n))}
+        for n, (first, then) in enumerate(layouts)
+    ]
+    found = run(4, jobs, tmp_path)
+    assert [row["updates"] for row in found] == [8, 8, 8]
+    assert max(row["params"] for row in found) <= TOLERANCE, found
 
 
 @pytest.mark.slow

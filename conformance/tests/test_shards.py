@@ -41,10 +41,13 @@ def written(tmp_path):
     directory = open_shards(tmp_path, path)
     entries = {shard_name(rank): write_shard(directory, rank, pieces(rank)) for rank in range(3)}
 
-    def finish():
+    def finish(lacking=None, twice=None):
+        shards = {file: entry for file, entry in entries.items() if file != lacking}
+        if twice is not None:
+            shards[shard_name(9)] = entries[twice]
         shapes = {name: list(x.shape) for name, x in params.items()}
         return finish_shards(
-            directory, path, step=7, shards=entries, wholes=dict.fromkeys(slots, shapes), config=CONFIG,
+            directory, path, step=7, shards=shards, wholes=dict.fromkeys(slots, shapes), config=CONFIG,
             train_config=C.TrainConfig(), extra={"batches": 9},
         )  # fmt: skip
 
@@ -102,3 +105,20 @@ def test_a_piece_that_nobody_wrote_is_named(written):
     (path / MANIFEST).write_bytes(_render(document))
     with pytest.raises(ValueError, match=r"of model/blocks\.0\.attention\.key\.weight there are 8 numbers, not 16"):
         read_checkpoint(path)
+
+
+def test_processes_that_did_not_write_everything_make_no_checkpoint_and_older_ones_stay(written):
+    folder, _, directory, finish = written
+    older = C.Trainer(C.Transformer(CONFIG, seed=1), C.TrainConfig()).save(folder)
+    with pytest.raises(
+        ValueError, match=r"step-00000007 is not made: of model/embedding\.weight there are 16 numbers, not 20"
+    ):
+        finish(lacking=shard_name(1))
+    assert not directory.exists() and read_checkpoint(folder).path == older
+
+
+def test_a_piece_that_two_processes_wrote_is_refused_before_there_is_a_checkpoint(written):
+    folder, _, _, finish = written
+    with pytest.raises(ValueError, match=r"of model/embedding\.weight there are two pieces that begin at 0,0"):
+        finish(twice=shard_name(0))
+    assert not list(folder.glob("step-*"))

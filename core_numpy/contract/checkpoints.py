@@ -28,7 +28,7 @@ from .checks.common import came, require_int
 from .config import ModelConfig, TrainConfig
 from .digests import digests, sha256, verified
 from .json_file import parse_object
-from .shards import MODEL_SLOT, read_shards
+from .shards import MODEL_SLOT, lacking, read_shards
 from .tensor_file import encode_tensors, flush_directory, temporary_name
 
 # One process wrote it whole, or several in shards.
@@ -123,8 +123,15 @@ def finish_shards(
 ) -> Path:
     """Make a checkpoint of a directory that all processes have filled (`shards`): its manifest, and its name.
 
-    shards: file -> what `write_shard` gave. wholes: slot -> parameter -> shape.
+    shards: file -> what `write_shard` gave. wholes: slot -> parameter -> shape. Pieces that do not make up the wholes
+    are a ValueError, and nothing that is there already is touched.
     """
+    pieces = [piece for said in shards.values() for piece in said["numbers"].items()]
+    wrong = lacking(pieces, wholes)
+    if wrong is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise ValueError(f"what the processes wrote is no checkpoint, and {path} is not made: {wrong}")
+    shards = {file: {name: x for name, x in said.items() if name != "numbers"} for file, said in shards.items()}
     document = {
         "schema": SHARDED, "step": step, "config": config.to_dict(), "train_config": train_config.to_dict(),
         "extra": dict(extra), "shards": dict(shards), "wholes": {slot: dict(names) for slot, names in wholes.items()},

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ from .progress import bits_per_byte
 from .settings import Settings, master, source_of, stored_settings
 from .source import open_source
 from .train_config import PRECISIONS, SCHEDULES
-from .training_run import CHECKPOINT_EVERY, EVALUATION_BATCHES, SIZES, begin, resume, run
+from .training_run import CHECKPOINT_EVERY, EVALUATION_BATCHES, SIZES, begin, resume, run, same_everywhere
 from .words import Words
 
 NAMES = {"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "jax"}
@@ -54,15 +55,16 @@ def from_backend(backend: ModuleType, array: Any) -> np.ndarray:
     return importlib.import_module(f"{backend.__name__}.arrays").to_numpy(array)
 
 
-def main(backend: ModuleType, argv: Sequence[str] | None = None) -> int:
+def main(backend: ModuleType, argv: Sequence[str] | None = None, *, join: Callable[[], None] | None = None) -> int:
     """Run one verb; gives the exit status: 0 done, 2 an error in one line on stderr, 3 where a package is missing, 130
     interrupted and saved.
 
-    `--debug` shows the traceback instead of the line.
+    `--debug` shows the traceback instead of the line. `join` finds the other processes of a training with a layout,
+    where that has to come before anything else.
     """
     arguments = build_parser(backend).parse_args(argv)
     verbs: dict[str, Callable[[ModuleType, argparse.Namespace], int]] = {
-        "train": train,
+        "train": partial(train, join=join),
         "evaluate": evaluate,
         "generate": generate,
     }
@@ -156,7 +158,7 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
 
 
-def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
+def train(backend: ModuleType, arguments: argparse.Namespace, *, join: Callable[[], None] | None = None) -> int:
     """Train, or go on training; writes checkpoints, log.jsonl, validation.jsonl, loss.png and run.json."""
     given = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     name = backend_name(backend)
@@ -166,11 +168,15 @@ def train(backend: ModuleType, arguments: argparse.Namespace) -> int:
         if number is not None and number < 1:
             raise ValueError(f"--{option} must be at least 1; got {number}")
     parallel = None if arguments.parallel is None else parse_parallel(arguments.parallel)
+    if parallel is not None and join is not None:
+        join()
     places: dict[str, Any] = {"out": arguments.out, "device": arguments.device, "parallel": parallel}
     if arguments.resume is None:
         session = begin(backend, name, given, **places)
     else:
         session = resume(backend, name, given, arguments.resume, **places)
+    if hasattr(session.trainer, "check_same"):
+        session.trainer.check_same("settings", same_everywhere(session))
     options = {"as_json": arguments.json, "plain": arguments.plain}
     if getattr(session.trainer, "first", True):
         return run(session, **options)

@@ -9,6 +9,7 @@ positions over context; parameters and moments are spread over fsdp, heads and h
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -142,6 +143,35 @@ def parameters_digest(parameters: Iterable[np.ndarray]) -> str:
         flat = x.reshape(-1)
         found = zlib.crc32(np.ascontiguousarray(flat[:: max(1, flat.size // SAMPLE)]).tobytes(), found)
     return f"of digest {found:08x}"
+
+
+def batch_digests(batch: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Of each array of a batch: what tells processes that one of them was given another."""
+    return {
+        name: f"{x.dtype} {x.shape} of digest {zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
+        for name, x in batch.items()
+    }
+
+
+def started_processes() -> tuple[int, int, str, int]:
+    """This process's number, how many there are, and where process 0 is, host and port: as torchrun sets them.
+
+    ValueError names what of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is lacking or wrong in the environment.
+    """
+    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if lacking:
+        raise ValueError(
+            f"config.parallel needs {', '.join(lacking)} in the environment of each process, as torchrun sets RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    wrong = {name: text for name, text in said.items() if not text.isdecimal()}
+    if wrong or int(said["RANK"]) >= int(said["WORLD_SIZE"]):
+        raise ValueError(
+            f"RANK must be a number below WORLD_SIZE, and MASTER_PORT a number, in the environment of each process; "
+            f"got {said}"
+        )
+    return int(said["RANK"]), int(said["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(said["MASTER_PORT"])
 
 
 def check_alike(facts: Mapping[int, Mapping[str, Any]], own: int) -> None:

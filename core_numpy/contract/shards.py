@@ -11,7 +11,7 @@ file into it, and the first writes the manifest and renames the directory: half 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def open_shards(folder: str | os.PathLike[str], path: Path) -> Path:
 
 
 def write_shard(directory: Path, number: int, pieces: Pieces) -> dict[str, Any]:
-    """Write one process's pieces to the disk; gives what the manifest says of the file."""
+    """Write one process's pieces to the disk; gives what the manifest says of the file, and how large pieces are."""
     tensors = {
         f"{slot}/{name}|{','.join(map(str, start))}": np.ascontiguousarray(piece)
         for (slot, name), found in pieces.items()
@@ -49,13 +49,32 @@ def write_shard(directory: Path, number: int, pieces: Pieces) -> dict[str, Any]:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return {"size": len(data), "sha256": sha256(data), "tensors": digests(tensors)}
+    return {"size": len(data), "sha256": sha256(data), "tensors": digests(tensors),
+            "numbers": {label: x.size for label, x in tensors.items()}}  # fmt: skip
+
+
+def lacking(pieces: Iterable[tuple[str, int]], wholes: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the pieces, labels and how many numbers each has, do not make up of the wholes; None where they do."""
+    filled: dict[str, int] = {}
+    seen = set()
+    for label, size in pieces:
+        key, _, corner = label.rpartition("|")
+        if label in seen:
+            return f"of {key} there are two pieces that begin at {corner}"
+        seen.add(label)
+        filled[key] = filled.get(key, 0) + size
+    for slot, shapes in wholes.items():
+        for name, shape in shapes.items():
+            want, there = int(np.prod(shape, dtype=np.int64)), filled.get(f"{slot}/{name}", 0)
+            if there != want:
+                return f"of {slot}/{name} there are {there} numbers, not {want}"
+    return None
 
 
 def read_shards(path: Path, document: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
     """Slot -> parameter -> array, put together from the pieces of all files, each verified."""
     slots: dict[str, dict[str, np.ndarray]] = {}
-    filled: dict[tuple[str, str], int] = {}
+    pieces: list[tuple[str, int]] = []
     wholes = document["wholes"]
     for file, want in sorted(document["shards"].items()):
         tensors, _ = verified(path, file, want, want["tensors"])
@@ -70,14 +89,11 @@ def read_shards(path: Path, document: Mapping[str, Any]) -> dict[str, dict[str, 
             if target.shape != piece.shape or whole.dtype != piece.dtype:
                 raise ValueError(f"{path / file} is damaged: its piece {label} does not fit into {whole.shape}")
             target[...] = piece
-            filled[slot, name] = filled.get((slot, name), 0) + piece.size
-    for slot, shapes in wholes.items():
-        for name, shape in shapes.items():
-            want_size = int(np.prod(shape, dtype=np.int64))
-            there = filled.get((slot, name), 0)
-            if there != want_size:
-                raise ValueError(f"{path} is damaged: of {slot}/{name} there are {there} numbers, not {want_size}")
+            pieces.append((label, piece.size))
+    wrong = lacking(pieces, wholes)
+    if wrong is not None:
+        raise ValueError(f"{path} is damaged: {wrong}")
     return slots
 
 
-__all__ = ["MODEL_SLOT", "Pieces", "open_shards", "read_shards", "shard_name", "write_shard"]
+__all__ = ["MODEL_SLOT", "Pieces", "lacking", "open_shards", "read_shards", "shard_name", "write_shard"]

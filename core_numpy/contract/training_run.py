@@ -215,6 +215,15 @@ def _check_windows(parallel: dict[str, int] | None, config: ModelConfig, setting
     check_parallel_batch(Layout.of(parallel), config, {"tokens": windows}, 1)
 
 
+def same_everywhere(session: Session) -> dict[str, Any]:
+    """What all processes of a run must have alike beside configurations, or they would wait for one another for ever.
+
+    Files have other names on other machines: of the text its digest counts.
+    """
+    settings = {name: x for name, x in dataclasses.asdict(session.settings).items() if name not in ("text", "data")}
+    return {**settings, "digest of the text": session.source.digest, "updates": session.trainer.updates}
+
+
 def _share(backend: ModuleType, config: ModelConfig, settings: Settings, device: str | None) -> float:
     """What one token per second is of the FLOPs per second that the backend's own matrix product reaches."""
     flops = step_cost(config, settings.batch, settings.length).total.flops
