@@ -63,7 +63,7 @@ class Row:
 # Devices -> layout: shards inside a host, copies between hosts; context where one row is longer than a device's share.
 LAYOUTS = {
     1: Layout(), 8: Layout(fsdp=8), 64: Layout(data=8, fsdp=8), 256: Layout(data=32, fsdp=8),
-    512: Layout(data=64, fsdp=8), 1024: Layout(data=64, fsdp=8, tensor=2), 4096: Layout(data=256, fsdp=8, tensor=2),
+    512: Layout(data=64, fsdp=8), 1024: Layout(data=128, fsdp=4, tensor=2), 4096: Layout(data=512, fsdp=4, tensor=2),
 }  # fmt: skip
 
 

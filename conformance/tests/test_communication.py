@@ -51,12 +51,17 @@ def test_parameters_over_fsdp_are_gathered_twice_but_for_the_root_s():
 def test_activations_over_tensor_are_summed_seven_times_in_a_gated_block():
     (message,) = sent({"tensor": 2})
     assert (message.times, message.bytes) == (7 * 3, 4 * 8 * 8 * 4)
+    (twice,) = sent({"tensor": 2}, accumulate=2)
+    assert (twice.times, twice.bytes) == (2 * 7 * 3, 4 * 8 * 8 * 4 // 2)
 
 
 def test_keys_go_round_the_context_axis_and_their_gradients_come_back():
     _, keys, gradients = sent({"context": 4})
     assert keys.times == 2 * 3 * 3 and keys.bytes == 4 * 2 * 2 * 8 * 4
     assert gradients.times == 3 * 3 and keys.wire == keys.times * keys.bytes
+    assert gradients.bytes == keys.bytes
+    _, half, added = sent({"context": 4}, itemsize=2)  # gradients are added up in float32
+    assert half.bytes * 2 == keys.bytes and added.bytes == gradients.bytes
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,11 @@ def test_the_plan_has_a_line_for_one_to_4096_devices_and_its_bounds_are_in_order
     assert rows[0].communication == 0 and all(r.fastest <= r.slowest for r in rows)
     # 6.74 billion parameters, 16 bytes each, over eight devices: 13.5 GB, and a block's.
     assert rows[1].weights == pytest.approx(6.74e9 * (16 / 8 + 4 / 32), rel=1e-2)
+
+
+def test_in_the_plan_only_copies_leave_a_host():
+    for layout in plan.LAYOUTS.values():
+        assert layout.fsdp * layout.context * layout.tensor <= plan.Device().per_host
 
 
 def test_the_plan_says_that_it_is_computed(capsys):
