@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+import sys
 
 import numpy as np
 import pytest
@@ -154,3 +155,26 @@ def test_a_trained_step_leaves_the_file_alone(package, tmp_path):
     trainer.step({"tokens": ids, "targets": ids})
     assert trainer.evaluate([{"tokens": ids, "targets": ids}])["loss"] < first
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are asked for on Linux")
+def test_memory_for_copies_comes_with_its_pages():
+    """At their first touch they would cost half as much again. 2 MiB: for more, NumPy would ask for larger pages."""
+    import resource
+
+    from core_numpy.contract.copies import _POPULATE, _madvise, empty
+
+    probe = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    call = _madvise()
+    if call is None or call(probe.ctypes.data, mmap.PAGESIZE, _POPULATE) != 0:
+        pytest.skip("the system does not know the call")
+
+    def faults(size):
+        memory = empty((size,), "uint8")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        memory[:: mmap.PAGESIZE] = 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    pages = (2 << 20) // mmap.PAGESIZE
+    assert faults(2 << 20) < pages // 4
+    assert empty((3, 5), "float32").ctypes.data % 64 == 0
