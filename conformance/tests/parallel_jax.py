@@ -124,6 +124,14 @@ def room(counts: list[int], length: int) -> list[int]:
     return found
 
 
+def evaluated(parallel: dict[str, int], model: str = "plain") -> dict[str, Any]:
+    """What a trainer in a layout and one on one device make of the same ragged rows; the last fill no batch."""
+    rows = [*batches(2), *batches(1, rows=3), *batches(1, rows=5, T=7)]
+    alone, trainer = train(None, model, 1)[0], train(parallel, model, 1)[0]
+    want, got = alone.evaluate(rows), trainer.evaluate(rows)
+    return {"apart": abs(got["loss"] / want["loss"] - 1.0), "counts": [want["tokens"], got["tokens"]]}
+
+
 def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str, model: str = "small") -> dict[str, Any]:
     """Two updates in one layout, a checkpoint, and one more in another, against three on one device."""
     alone, _ = train(None, model, 3)
@@ -189,6 +197,7 @@ def main(out: str, devices: int, jobs: list[str]) -> None:
         connect(f"localhost:{os.environ['MASTER_PORT']}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     works: dict[str, Any] = {
         "compared": compared, "compiled": compiled, "ring": ring, "room": room, "resumed": resumed,
+        "evaluated": evaluated,
         "continued": continued, "killed": killed,
         "until": until, "begun": begun,
         "refused": lambda: refusals(B),

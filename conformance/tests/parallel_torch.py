@@ -79,6 +79,14 @@ def partners(window: list[int] | None, length: int) -> dict[str, Any]:
     return {"to": said}
 
 
+def evaluated(parallel: dict[str, int], model: str = "plain") -> dict[str, Any]:
+    """What a trainer in a layout and one on one device make of the same ragged rows; the last fill no batch."""
+    rows = [*batches(2), *batches(1, rows=3), *batches(1, rows=5, T=7)]
+    alone, trainer = train(None, model, 1)[0], train(parallel, model, 1)[0]
+    want, got = alone.evaluate(rows), trainer.evaluate(rows)
+    return {"apart": abs(got["loss"] / want["loss"] - 1.0), "counts": [want["tokens"], got["tokens"]]}
+
+
 def resumed(first: dict[str, int], then: dict[str, int] | None, folder: str) -> dict[str, Any]:
     """Five updates in one layout, a checkpoint, and three more in another, against eight on one process."""
     alone, _ = train(None, "plain", 8)
@@ -144,7 +152,8 @@ def main(out: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     works: dict[str, Any] = {
         "begun": begun, "compared": compared, "shared": shared,
-        "sent": sent, "partners": partners, "resumed": resumed, "saved": saved, "killed": killed, "until": until,
+        "sent": sent, "partners": partners, "resumed": resumed,
+        "evaluated": evaluated, "saved": saved, "killed": killed, "until": until,
         "refused": lambda: refusals(B),
     }  # fmt: skip
     found = []

@@ -225,3 +225,20 @@ def test_other_processes_are_joined_before_anything_else_and_only_where_there_is
     monkeypatch.undo()
     assert cli.main(C, [*words, "--batch", "1", "--plain"], join=join) == 0
     assert (tmp_path / "run" / "step-00000001").is_dir()
+
+
+def test_of_two_runs_that_begin_in_the_same_folder_at_the_same_time_one_is_refused(tmp_path, monkeypatch, capsys):
+    from core_numpy.contract import cli
+
+    out = tmp_path / "run"
+
+    class Trainer(C.Trainer):
+        def __init__(self, model, config):
+            super().__init__(model, config)
+            out.mkdir()
+            (out / "run.json").write_text("of the other one, which was not there when this one looked")
+
+    monkeypatch.setattr(C, "Trainer", Trainer)
+    assert cli.main(C, ["train", "--steps", "1", "--batch", "1", "--plain", "--out", str(out)]) == 2
+    assert f"{out} holds a run already: go on with --resume {out}" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["run.json"]

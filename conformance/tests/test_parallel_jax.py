@@ -104,6 +104,15 @@ def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
     expect_same(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_are_measured_as_on_one_device_whatever_their_number(tmp_path):
+    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 4}]
+    jobs = [{"do": "evaluated", "parallel": layout, "model": "small"} for layout in layouts]
+    for row in run(4, jobs, tmp_path):
+        assert row["apart"] <= TOLERANCE and row["counts"][0] == row["counts"][1] > 0, row
+
+
 def counted(parallel: dict, **more) -> dict[str, int]:
     """Kind -> bytes of one update of the small model in float64, as the cost model counts them."""
     from parallel_cases import config_of

@@ -75,6 +75,13 @@ def test_four_processes_train_as_one_for_twenty_steps(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_are_measured_as_on_one_device_whatever_their_number(tmp_path):
+    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 4}]
+    for row in run(4, [{"do": "evaluated", "parallel": layout} for layout in layouts], tmp_path):
+        assert row["apart"] <= TOLERANCE and row["counts"][0] == row["counts"][1] > 0, row
+
+
+@pytest.mark.slow
 def test_bfloat16_and_other_optimisers_are_spread_too(tmp_path):
     half = run(
         2, [{"parallel": p, "precision": "bfloat16", "steps": 3} for p in ({"fsdp": 2}, {"tensor": 2})], tmp_path

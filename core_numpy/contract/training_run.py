@@ -70,7 +70,7 @@ SIZES = {
 
 @dataclass
 class Session:
-    """A run about to start: the trainer stands where its checkpoint does. `share`: `Progress`."""
+    """A run about to start: the trainer stands where its checkpoint does. `share`: `Progress`. `new`: not resumed."""
 
     trainer: Any
     name: str
@@ -81,6 +81,7 @@ class Session:
     validation: np.ndarray
     share: float
     described: str
+    new: bool = False
 
 
 def model_config(size: str, length: int, vocab: int = 256) -> ModelConfig:
@@ -146,7 +147,7 @@ def begin(
     _check_windows(parallel, config, settings)
     share = _share(backend, config, settings, device)
     described = f"{name}, {size}: {_parameters(config):,} parameters, {len(train):,} {source.unit}s of {source.label}"
-    return Session(trainer, name, folder, placed(settings), source, train, validation, share, described)
+    return Session(trainer, name, folder, placed(settings), source, train, validation, share, described, new=True)
 
 
 def resume(
@@ -234,7 +235,7 @@ def run(session: Session, *, as_json: bool, plain: bool) -> int:
     """Update until `steps`, then evaluate and save. Ctrl-C finishes the update in hand, saves and says where: 130."""
     settings, out, trainer, steps = session.settings, session.out, session.trainer, session.settings.steps
     every, evaluate_every = settings.checkpoint_every, settings.evaluate_every
-    _make_folder(out)
+    _make_folder(out, new=session.new)
     described = {**dataclasses.asdict(settings), "digest": session.source.digest, "backend": session.name}
     write_whole(out / "run.json", json.dumps(described, indent=1).encode())
     stream = batches(
@@ -337,18 +338,29 @@ def _interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_folder(out: Path) -> None:
+def _make_folder(out: Path, new: bool) -> None:
+    """The folder, and for a new run its run.json, which only one of two that began at the same time can make."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if new:
+            (out / "run.json").touch(exist_ok=False)
+    except FileExistsError as error:
+        if not out.is_dir():
+            raise OSError(error.errno, f"cannot make the run's folder {out}: {error.strerror}") from error
+        raise ValueError(_taken(out)) from None
     except OSError as error:
         raise OSError(error.errno, f"cannot make the run's folder {out}: {error.strerror}") from error
+
+
+def _taken(out: Path) -> str:
+    return f"{out} holds a run already: go on with --resume {out}, or give another --out"
 
 
 def _new_folder(out: Path | None, name: str) -> Path:
     """A folder without a run in it: the one asked for, or runs/<name>, runs/<name>-2 and so on."""
     if out is not None:
         if (out / "run.json").exists() or list(out.glob("step-*")):
-            raise ValueError(f"{out} holds a run already: go on with --resume {out}, or give another --out")
+            raise ValueError(_taken(out))
         return out
     folder, number = Path("runs") / name, 1
     while folder.exists():
