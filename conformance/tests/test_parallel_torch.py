@@ -323,6 +323,26 @@ def test_the_command_line_trains_on_several_processes_and_prints_what_one_prints
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("package", ["backend_torch", "backend_jax"])
+def test_the_program_of_the_page_on_scaling_runs_on_four_devices_of_either_framework(tmp_path, package):
+    pytest.importorskip(package.replace("backend_", ""))
+    page = (HERE.parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    program = page.split("```python devices\n")[1].split("```")[0].replace("backend_torch as", f"{package} as")
+    (tmp_path / "train.py").write_text(program)
+    start = [sys.executable]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    if package == "backend_torch":
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    else:
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [*start, "train.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("'loss'") == 10 and (tmp_path / "runs" / "mine" / "step-00000010").is_dir()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_ends_all_processes_after_the_same_update_and_saves(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
