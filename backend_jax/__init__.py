@@ -11,6 +11,7 @@ except ImportError as error:
 
     raise missing("backend_jax needs JAX and Flax", "jax") from error
 
+from core_numpy.contract import __version__ as __version__
 from core_numpy.contract.config import BlockConfig, ModelConfig, RotaryScaling, TrainConfig
 from core_numpy.contract.cost import attention_cost, step_cost
 from core_numpy.contract.files import load_params, save_params

@@ -18,6 +18,7 @@ from .attention import (
     explain_kernel,
     merge_attention,
 )
+from .contract import __version__ as __version__
 
 __all__ = [
     "Block",

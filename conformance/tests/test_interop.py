@@ -118,6 +118,63 @@ def test_an_unknown_source_is_refused():
         C.import_params(layer)
 
 
+def unlike(module, **parts):
+    """A torch module some of whose parts are set to others: path with __ for dots -> value."""
+    for path, value in parts.items():
+        *owners, name = path.split("__")
+        owner = module
+        for each in owners:
+            owner = owner[int(each)] if each.isdigit() else getattr(owner, each)
+        setattr(owner, name, value)
+    return module
+
+
+def transformer(**more):
+    return torch.nn.Transformer(W, H, 1, 1, 14, batch_first=True, **more)
+
+
+UNLIKE = {
+    "eps of a block": (lambda: unlike(torch.nn.TransformerEncoderLayer(W, H), norm2__eps=1e-3), "eps"),
+    "no final norm": (lambda: unlike(transformer(), decoder__norm=None), "decoder.norm"),
+    "other stacks": (lambda: torch.nn.Transformer(W, H, 1, 2, 14), "num_decoder_layers"),
+    "other layers": (lambda: unlike(transformer(), decoder__layers__0__norm_first=True), "layers of one kind"),
+    "eps of a model": (lambda: unlike(transformer(), encoder__norm__eps=1e-3), "eps"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_one_number_cannot_say_of_two_parts_is_refused(name):
+    make, word = UNLIKE[name]
+    with pytest.raises(ValueError, match=word):
+        load("core_numpy").import_params(make())
+
+
+def test_rates_of_dropout_that_differ_are_said():
+    layer = unlike(torch.nn.TransformerEncoderLayer(W, H, dropout=0.1), dropout1__p=0.2)
+    with pytest.warns(UserWarning, match=r"dropout is set to 0: .* the source has \[0.1, 0.2\]"):
+        assert load("core_numpy").import_params(layer).config.dropout == 0.0
+
+
+def linen(**changes):
+    """Variables of flax.linen's attention, by shapes: (in, heads, size) and (heads, size, out)."""
+    shapes = {"query": (W, 2, 3), "key": (W, 2, 3), "value": (W, 2, 3), "out": (2, 3, W)} | changes
+    return {"params": {name: {"kernel": np.zeros(shape)} for name, shape in shapes.items()}}
+
+
+def test_other_widths_and_biases_of_some_projections_are_refused():
+    C = load("core_numpy")
+    assert C.import_params(linen()).config.width == W
+    for name, shape, words in [("key", (7, 2, 3), "width of the keys"), ("value", (7, 2, 3), "width of the values"),
+                               ("out", (2, 3, 7), "the width of the output")]:  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            C.import_params(linen(**{name: shape}))
+    some = linen()
+    some["params"]["query"]["bias"] = np.zeros((2, 3))
+    with pytest.raises(ValueError, match="query, key and value have one each or none"):
+        C.import_params(some)
+
+
 LAYERS = {
     "last": {"norm_first": False, "activation": "relu", "layer_norm_eps": 3e-3},
     "first": {"norm_first": True, "activation": "gelu", "layer_norm_eps": 2e-3, "bias": False},
@@ -233,6 +290,22 @@ def test_keras_attention_with_its_masks(bias):
     mask = np.array([[1, 0, 1, 0], [1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 1]], bool)
     want = keras.ops.convert_to_numpy(source(x, x, attention_mask=np.broadcast_to(mask, (B, T, T))))
     check_close(ours("core_numpy", "MultiHeadAttention", source, x, mask=mask), want)
+
+
+def test_keras_attention_over_other_axes_or_with_a_gate_is_refused():
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+    C = load("core_numpy")
+    over_two = keras.layers.MultiHeadAttention(3, 5, attention_axes=(1, 2))
+    over_two(*[np.zeros((B, T, 2, W), np.float32)] * 2)
+    with pytest.raises(ValueError, match="attention_axes"):
+        C.import_params(over_two)
+    gated = keras.layers.MultiHeadAttention(3, 5)
+    gated(*[np.zeros((B, T, W), np.float32)] * 2)
+    plain = gated.get_config
+    gated.get_config = lambda: {**plain(), "use_gate": True}
+    with pytest.raises(ValueError, match="use_gate"):
+        C.import_params(gated)
 
 
 def test_bfloat16_keeps_its_bits():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -230,11 +231,9 @@ def write_pretrained(
         stored = line.operation.shapes([shapes[name] for name in line.ours], config, fields)
         layout += [(_full(prefix, name), dtype, shape) for name, shape in zip(line.stored, stored, strict=True)]
 
-    def arrays() -> Iterator[np.ndarray]:
-        for line in lines:
-            yield from line.operation.save([read(name) for name in line.ours], config, fields)
-
-    write_folder(folder, fields | {"dtype": dtype, "torch_dtype": dtype}, layout, arrays(), max_shard_size)
+    saved = (line.operation.save([read(name) for name in line.ours], config, fields) for line in lines)
+    fields |= {"dtype": dtype, "torch_dtype": dtype}
+    write_folder(folder, fields, layout, chain.from_iterable(saved), max_shard_size)
     return table.name
 
 
