@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ __all__ = [
     "check_unlike",
     "config_of",
     "free_port",
+    "interrupted",
     "killed_at_random",
     "refusals",
     "train_of",
@@ -138,3 +141,30 @@ def killed_at_random(command: list[str], more: dict[str, str], folder: Path, see
     said = json.loads(file.read_text())
     assert said["ended"] - killed < 60
     return str(said["said"])
+
+
+def interrupted(package: str, folder: Path) -> list[tuple[int, str]]:
+    """Two processes of a long run, of which the second alone is interrupted: exit status and output of both."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
+                   "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "WORLD_SIZE": "2",
+                   "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}  # fmt: skip
+    train = ["train", "--steps", "100000", "--plain", "--batch", "4", "--checkpoint-every", "2", "--parallel", "fsdp=2"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", package, *train, "--out", str(folder)], env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        until = time.monotonic() + 280
+        while not list(folder.glob("step-*/checkpoint.json")):
+            assert time.monotonic() < until and all(process.poll() is None for process in started)
+            time.sleep(0.01)
+        started[1].send_signal(signal.SIGINT)
+        said = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]

@@ -100,8 +100,17 @@ def test_two_devices_train_as_one_for_twenty_steps(tmp_path, model):
 
 @pytest.mark.slow
 def test_four_devices_train_as_one_for_twenty_steps(tmp_path):
-    layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}]
-    expect_same(run(4, [{"parallel": layout} for layout in layouts], tmp_path), 3)
+    layouts = [
+        {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"fsdp": 2, "context": 2},
+    ]  # fmt: skip
+    expect_same(run(4, [{"parallel": layout} for layout in layouts], tmp_path), len(layouts))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_devices_of_three_axes_train_as_one(tmp_path):
+    layouts = [{"fsdp": 2, "context": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}]
+    expect_same(run(8, [{"parallel": layout, "steps": 3} for layout in layouts], tmp_path), 2)
 
 
 @pytest.mark.slow

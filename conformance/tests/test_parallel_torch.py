@@ -75,6 +75,21 @@ def test_four_processes_train_as_one_for_twenty_steps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_processes_of_three_axes_train_as_one_and_their_checkpoint_resumes(tmp_path):
+    three = {"fsdp": 2, "context": 2, "tensor": 2}
+    other = {"data": 2, "fsdp": 2, "tensor": 2}
+    jobs = [
+        {"parallel": three, "steps": 3},
+        {"parallel": {"data": 2, "context": 2, "tensor": 2}, "model": "other", "steps": 3},
+        {"do": "resumed", "first": three, "then": other, "folder": str(tmp_path / "run")},
+    ]
+    *found, resumed = run(8, jobs, tmp_path)
+    expect_same(found, 2)
+    assert resumed["updates"] == 8 and resumed["params"] <= TOLERANCE
+
+
+@pytest.mark.slow
 def test_rows_are_measured_as_on_one_device_whatever_their_number(tmp_path):
     layouts = [{"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 4}]
     for row in run(4, [{"do": "evaluated", "parallel": layout} for layout in layouts], tmp_path):
@@ -320,6 +335,21 @@ def test_the_command_line_trains_on_several_processes_and_prints_what_one_prints
         assert done.stdout.count("validation: loss") == 1
     assert len(losses["two"]) == 4
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_of_one_process_ends_the_others_after_the_same_update_and_saves(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    from parallel_cases import interrupted
+
+    folder = tmp_path / "run"
+    first, second = interrupted("backend_torch", folder)
+    assert first[0] == second[0] == 130, first[1] + second[1]
+    import backend_torch as B
+
+    updates = B.Trainer.load(folder).updates
+    assert updates >= 2 and f"interrupted: saved {folder} after update {updates}; go on with --resume" in first[1]
 
 
 @pytest.mark.slow
