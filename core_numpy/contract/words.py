@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,14 @@ class Words:
         self._tokenizer: Any = None
         if path is not None and path.exists():
             tokenizer = require_package("tokenizers").Tokenizer
-            try:
-                self._tokenizer = tokenizer.from_file(str(path))
-            except Exception as error:  # what `tokenizers` raises is of no type of its own
-                raise ValueError(f"{path} is damaged: {error}") from error
+            self._tokenizer = self._asked(lambda: tokenizer.from_file(str(path)))
+
+    def _asked(self, work: Callable[[], Any]) -> Any:
+        """What `tokenizers` gives; a tokenizer may be read and still have no word for a text, nor for that."""
+        try:
+            return work()
+        except Exception as error:  # of no type of its own
+            raise ValueError(f"{self._folder}/{TOKENIZER} is damaged: {error}") from error
 
     @property
     def bytes(self) -> bool:
@@ -54,7 +59,7 @@ class Words:
         elif self._tokenizer is None:
             raise ValueError(f'{self._folder} has no {TOKENIZER}: give the prompt as ids, --tokens "1 2 3"')
         else:
-            ids = self._tokenizer.encode("The " if text is None else text).ids
+            ids = self._asked(lambda: self._tokenizer.encode("The " if text is None else text).ids)
         if not ids:
             raise ValueError(f"the prompt must have at least one {'byte' if self._folder is None else 'token'}")
         return np.array(ids, dtype=np.int32)
@@ -65,7 +70,7 @@ class Words:
             return builtins.bytes(ids.astype(np.uint8)).decode("utf-8", errors="replace")
         if self._tokenizer is None:
             return " ".join(map(str, ids.tolist()))
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return self._asked(lambda: self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def labels(self, ids: np.ndarray) -> list[str]:
         """What stands for each id at an axis: a byte's character, a tokenizer's piece, or the number."""
