@@ -57,9 +57,12 @@ def test_a_tokenizer_gives_the_prompt_its_ids(folder, capsys, tmp_path):
     row = json.loads(out)
     assert code == 0 and row["tokens"][:2] == [1, 3]
     assert row["text"].split() == [next(w for w, i in words.items() if i == token) for token in row["tokens"]]
-    (tmp_path / "tokenizer.json").write_text('{"version": 1')
-    code, _, error = said("core_numpy", capsys, *arguments)
-    assert code == 2 and "tokenizer.json is damaged: " in error and error.count("\n") == 1
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["model"]["unk_token"] = "[NONE]"  # read without a word, and no word for "k" then
+    for text, prompt in (('{"version": 1', "a c"), (json.dumps(stored), "a k")):
+        (tmp_path / "tokenizer.json").write_text(text)
+        code, _, error = said("core_numpy", capsys, *arguments[:2], prompt, *arguments[3:])
+        assert code == 2 and "tokenizer.json is damaged: " in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
