@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -246,3 +247,10 @@ def test_a_package_is_a_program(package):
     pytest.importorskip({"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "flax"}[package])
     done = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == C.__version__
+
+
+@pytest.mark.parametrize("package", ["core_numpy", "backend_torch", "backend_jax"])
+def test_a_process_that_imports_the_program_again_does_not_begin_it(package):
+    """As the workers of `multiprocessing` do, under another name than `__main__`."""
+    pytest.importorskip({"core_numpy": "numpy", "backend_torch": "torch", "backend_jax": "flax"}[package])
+    assert importlib.import_module(f"{package}.__main__").main is main

@@ -178,3 +178,30 @@ def test_memory_for_copies_comes_with_its_pages():
     pages = (2 << 20) // mmap.PAGESIZE
     assert faults(2 << 20) < pages // 4
     assert empty((3, 5), "float32").ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("lacking", ["the system", "the call"])
+def test_where_no_system_gives_pages_at_once_copies_are_made_all_the_same(lacking, monkeypatch):
+    from core_numpy.contract import copies
+
+    if lacking == "the system":
+        monkeypatch.setattr(copies.sys, "platform", "win32")
+    else:
+        monkeypatch.setattr(copies.ctypes, "CDLL", lambda name: object())
+    copies._madvise.cache_clear()
+    try:
+        x = np.arange(copies.LARGE, dtype=np.float32)
+        assert np.array_equal(copies.copied(x, "float32"), x)
+        assert copies._madvise() is None
+    finally:
+        copies._madvise.cache_clear()
+
+
+def test_memory_is_given_back_to_no_other_c_library_than_the_one_that_takes_it(monkeypatch):
+    from core_numpy.contract import memory
+
+    asked = []
+    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("", ""))  # as with musl, or on Windows
+    monkeypatch.setattr(memory.ctypes, "CDLL", asked.append)
+    memory.return_freed_memory()
+    assert asked == [] and not memory.share_one_arena()

@@ -260,6 +260,11 @@ def test_a_configuration_no_family_can_say_is_refused_with_the_reasons():
     assert family_of(C.ModelConfig(**CONFIG | llama)).name == "llama"
     with pytest.raises(ValueError, match=r"llama .*softcap"):
         family_of(C.ModelConfig(**CONFIG | llama | {"softcap": 3.0}), "llama")
+    with pytest.raises(ValueError, match="llama cannot say activation='relu'"):
+        family_of(C.ModelConfig(**CONFIG | llama | {"activation": "relu"}), "llama")
+    classifier = {"head": "classifier", "classes": 3, "head_bias": False, "tie_embeddings": False}
+    with pytest.raises(ValueError, match="llama cannot say head='classifier'"):
+        family_of(C.ModelConfig(**CONFIG | llama | classifier), "llama")
 
 
 def test_rates_of_dropout_that_differ_are_said(folder):

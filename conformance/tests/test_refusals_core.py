@@ -45,6 +45,9 @@ CONFIGS = {
         lambda: C.BlockConfig(width=8, heads=2, cross_attention=True, norm_place="parallel"),
         ValueError, "cross_attention must",
     ),
+    "causality that a block alone would have to guess": (
+        lambda: C.BlockConfig(width=8, heads=2, causal=None), TypeError, r"BlockConfig\.causal must be True or False",
+    ),
     "layer windows": (
         configured(layer_windows=((1, 0), None)), ValueError, r"layer_windows must be None or one window per la",
     ),

@@ -12,7 +12,6 @@ backward pass, sums of activations in each block over tensor, keys and values ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .checks.common import require_int
 from .config import BlockConfig, ModelConfig
@@ -43,9 +42,6 @@ class Message:
         p = self.devices
         share = {"all-reduce": 2 * (p - 1) / p, "all-gather": (p - 1) / p, "reduce-scatter": (p - 1) / p}
         return round(self.times * self.bytes * share.get(self.kind, 1.0))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "wire": self.wire}
 
 
 def local_parameters(config: ModelConfig, layout: Layout) -> tuple[int, int]:

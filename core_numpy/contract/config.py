@@ -114,8 +114,7 @@ class BlockConfig(Checked):
     def __post_init__(self) -> None:
         self._unwrap()
         self._check_block()
-        if type(self) is BlockConfig:
-            self._flag("causal")
+        self._flag("causal")
 
     def _check_block(self) -> None:
         for field in ("width", "heads"):

@@ -96,13 +96,12 @@ def check_batches(batches: Any) -> None:
 
 def check_finite(step: int, names: list[str], saved: Any) -> None:
     """Stop at gradients that are NaN or infinite: the sentence names update, parameters and the last checkpoint."""
-    if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise FloatingPointError(
-            f"gradients must be finite; got NaN or infinity at update {step} in {shown}. "
-            f"{'Nothing was saved before' if saved is None else f'The last good checkpoint is {saved}'}; "
-            "nonfinite='skip' leaves such steps out"
-        )
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise FloatingPointError(
+        f"gradients must be finite; got NaN or infinity at update {step} in {shown}. "
+        f"{'Nothing was saved before' if saved is None else f'The last good checkpoint is {saved}'}; "
+        "nonfinite='skip' leaves such steps out"
+    )
 
 
 def check_loss(loss: float, params: Callable[[], Mapping[str, np.ndarray]]) -> None:

@@ -170,8 +170,7 @@ def resolve(config: ModelConfig) -> dict[str, Any]:
         fields["relative_buckets"] = fields["relative_max_distance"] = None
     if config.head != "lm":
         fields |= {"logit_scale": None, "logit_softcap": None}
-    if config.head != "classifier":
-        fields["pool"] = None
+    fields["pool"] = None  # a classifier's, which no family has
     return fields
 
 
