@@ -238,10 +238,10 @@ def test_torch_transformer_with_embeddings_put_in(package, first):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nnx_attention_with_its_masks(package):
     """flax says True = may attend, as we do, and keeps its heads apart: (in, heads, size)."""
-    nnx = pytest.importorskip("flax").nnx
+    nnx = pytest.importorskip("flax.nnx")
     jnp = pytest.importorskip("jax.numpy")
     P = load(package)
-    if "num_kv_heads" not in inspect.signature(nnx.MultiHeadAttention).parameters:
+    if "num_kv_heads" not in inspect.signature(nnx.MultiHeadAttention.__init__).parameters:
         pytest.skip("this flax has no grouped heads")
     source = nnx.MultiHeadAttention(num_heads=4, num_kv_heads=2, in_features=W, qkv_features=20, decode=False,
                                     param_dtype=jnp.float64, dropout_rate=0.3, rngs=nnx.Rngs(0))  # fmt: skip
@@ -256,7 +256,7 @@ def test_nnx_attention_with_its_masks(package):
 
 
 def test_nnx_norm_of_queries_and_keys_is_refused():
-    nnx = pytest.importorskip("flax").nnx
+    nnx = pytest.importorskip("flax.nnx")
     source = nnx.MultiHeadAttention(num_heads=3, in_features=W, decode=False, normalize_qk=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="normalize_qk"):
         load("core_numpy").import_params(source)
