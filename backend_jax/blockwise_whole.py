@@ -21,7 +21,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .blocks import Layout, Spec, Terms, every_key_is_seen, every_query_sees, kept_layout, row_starts, start, take
+from .blocks import (
+    WHOLE,
+    Layout,
+    Spec,
+    Terms,
+    every_key_is_seen,
+    every_query_sees,
+    kept_layout,
+    row_starts,
+    start,
+    take,
+)
 from .blockwise_gradients import add, add_bias, refuse_twice, term_cotangents
 from .blockwise_scores import accumulation, product, thinned
 from .visibility import Block, all_of, allowed, kept, living
@@ -81,24 +92,30 @@ def _rows(
     acc = accumulation(q.dtype)
     alive = None if every_key_is_seen(spec, terms) else living(spec, terms, block)
     keys, values = (_seen(alive, _columns(block, x), acc) for x in (k, v))
-    s, bent = product(spec, "bgqd,bgkd->bgqk", _lines(block, q, acc), keys) * spec.scale, None
+    queries, conditions, dead = _lines(block, q, acc), allowed(spec, terms, block, None), None
+    selected = conditions
+    if "bias" in terms and spec.T * spec.S <= WHOLE:  # of more scores a selection costs no more
+        # A query without keys may hold NaN, to which -inf is added in vain. For the others -inf hides by itself, in the
+        # loop of the product: a selection of pairs, or a maximum made finite, would make several of it.
+        dead = ~_merged(spec, block, all_of(conditions).any(-1, keepdims=True))
+        queries = jnp.where(dead, 0, queries)
+        selected = allowed(spec, {name: x for name, x in terms.items() if name != "bias"}, block, None)
+    s, bent = product(spec, "bgqd,bgkd->bgqk", queries, keys) * spec.scale, None
     if spec.softcap is not None:
         bent = jnp.tanh(s / spec.softcap)
         s = bent * spec.softcap
     if "bias" in terms:
         s = s + _merged(spec, block, block.cut(terms["bias"], spec.r).astype(acc))
-    conditions = allowed(spec, terms, block, None)
-    dead = None
-    if conditions:
-        # A bias of -inf does not hide by itself: a query without keys may hold NaN.
-        s = jnp.where(_merged(spec, block, all_of(conditions)), s, -jnp.inf)
+    if selected:
+        s = jnp.where(_merged(spec, block, all_of(selected)), s, -jnp.inf)
     m = s.max(-1, keepdims=True)
-    if conditions and not every_query_sees(spec, terms):
+    added = dead is not None
+    if conditions and not added and not every_query_sees(spec, terms):
         dead = m == -jnp.inf
     sink = _sinks(spec, terms, block, acc) if "sinks" in terms else None
     if sink is not None:
         m = jnp.maximum(m, sink)
-    if conditions:
+    if conditions and not added:
         # Finite, so that a row without keys needs no selection before its exponentials; they and their sum are 0.
         m = jnp.maximum(m, jnp.finfo(acc).min)
     p = jnp.exp(s - m)
@@ -115,6 +132,8 @@ def _rows(
         sunk = sunk * share if dead is None else jnp.where(dead, sink > -jnp.inf, sunk * share)
     choice = kept(spec, terms, block).reshape(s.shape) if spec.dropout > 0.0 else None
     out = product(spec, "bgqk,bgkd->bgqd", thinned(spec, choice, p), values)
+    if added and dead is not None:  # exp(-inf - -inf)
+        out, p = (jnp.where(dead, 0, x) for x in (out, p))
     shape = (block.nb, block.ng, spec.r, block.rows)
     return out.reshape(*shape, spec.Dv), lse.reshape(shape), (p, bent, choice, dead, sunk, alive)
 
