@@ -203,7 +203,9 @@ def _fuzz(options: argparse.Namespace, timeout: float) -> int:
         raise ValueError(f"--seed must be 0 or more; got {options.seed}")
     others = [name for name in ("case", "suite", "junit", "html", "list") if getattr(options, name)]
     if others:
-        raise ValueError(f"--fuzz draws its own cases: it does not go with --{others[0]}")
+        raise ValueError(
+            f"--fuzz draws its own cases: it does not go with --{others[0]}; give that to a run without --fuzz"
+        )
     names = list(dict.fromkeys(options.targets or installed()))
     return run_fuzz(names, options.seed, options.fuzz, timeout, options.json)
 

@@ -210,7 +210,6 @@ def _print(found: Sequence[Fuzzed]) -> None:
             print(failure["row"])
         if "notes" in one.facts:
             print(f"conformance run: {one.target}: {'; '.join(one.facts['notes'])}", file=sys.stderr)
-        print(
-            f"{one.target}: {one.draws} random cases, {one.failed} failed in {len(one.failures)} different ways, "
-            f"{one.absent} not offered"
-        )
+        kinds = len(one.failures)
+        ways = f" in {kinds} different way{'s' * (kinds > 1)}" if kinds else ""
+        print(f"{one.target}: {one.draws} random cases, {one.failed} failed{ways}, {one.absent} not offered")

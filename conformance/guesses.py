@@ -107,6 +107,8 @@ def explain(judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> lis
         found = _ranked(left, judged, seen, bench)
         if not found:  # a fault in wider types may stand beside one of rounding, whose cases speak against any
             found = _ranked(_unrounded(left), _unrounded(judged), seen, bench)
+        if not found:  # several faults of one function: the cases of each fail for want of the others
+            found = _ranked(left, judged, seen, bench, among=True)
         if not found:
             break
         guesses.append(found[0])
@@ -131,7 +133,11 @@ def _unrounded(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.dtype not in ("bfloat16", "float16") or not 1.0 < row.share < MOST_ROUNDING]
 
 
-def _ranked(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> list[Guess]:
+def _ranked(
+    left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench, among: bool = False
+) -> list[Guess]:
+    """The faults that explain any, best first; with `among`, as one of several: a failing case in which a fault would
+    not show speaks of another one, and not against it."""
     functions = {row.case.function for row in left}
     candidates = [fault for fault in bench.faults if touched(fault) & functions]
     first = [
@@ -140,7 +146,7 @@ def _ranked(left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays],
     ]
     tried = {fault.id: sum(_fits(fault, row, seen, bench) for row in first) for fault in candidates}
     most = sorted((fault for fault in candidates if tried[fault.id]), key=lambda fault: -tried[fault.id])[:BEST]
-    guesses = [_guess(fault, left, judged, seen, bench) for fault in most]
+    guesses = [_guess(fault, left, judged, seen, bench, among) for fault in most]
     guesses = [guess for guess in guesses if guess.score >= LEAST]
     return sorted(guesses, key=lambda guess: (-guess.score, -len(guess.explained), guess.share))
 
@@ -179,7 +185,9 @@ def about(fault: Fault, row: Row, seen: Arrays) -> Arrays:
     return {name: x for name, x in seen.items() if not name.startswith("gradient of ")}
 
 
-def _guess(fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench) -> Guess:
+def _guess(
+    fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[str, Arrays], bench: Bench, among: bool
+) -> Guess:
     explained, against, closest, share, away = [], [], "", np.inf, 0.0
     open_rows = {row.case.id for row in left}
     for row in judged:
@@ -190,7 +198,9 @@ def _guess(fault: Fault, left: Sequence[Row], judged: Sequence[Row], seen: dict[
                 closest, share, away = row.case.id, near, far
         elif row.failed and _raised(row, seen):
             continue
-        elif bench.shows(fault, row) or (row.case.id in open_rows and row.case.function in touched(fault)):
+        elif bench.shows(fault, row) or (
+            not among and row.case.id in open_rows and row.case.function in touched(fault)
+        ):
             against.append(row.case.id)
     return Guess(fault, tuple(explained), tuple(against), closest, share, away)
 

@@ -192,6 +192,7 @@ def print_run(
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 118)
+    whole = not sys.stdout.isatty()  # in a file or a pipe a failure is one line, for grep
     for target, about in facts.items():
         table = Table(title=f"{target}: {', '.join(f'{k} {v}' for k, v in of_itself(about).items())}")
         for name in ("", "passed", "failed", "not offered", "compared", "budget used", "worst case"):
@@ -211,9 +212,10 @@ def print_run(
             style="red",
             markup=False,
             highlight=False,
+            soft_wrap=whole,
         )
         if reason := open_reasons.pop(r.case, ""):
-            console.print(f"       {reason}", style="dim", markup=False, highlight=False)
+            console.print(f"       {reason}", style="dim", markup=False, highlight=False, soft_wrap=whole)
     if len(wrong) > failures:
         console.print(f"... and {len(wrong) - failures} more failures; --json FILE has them all")
     total = counts(results)

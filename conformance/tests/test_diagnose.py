@@ -153,6 +153,23 @@ def test_two_faults_of_different_functions_are_both_named():
     assert {guess.fault.id for guess in guesses} == {"gelu-tanh-always", "rms-norm-offset-forgotten"}
 
 
+def test_three_faults_of_one_function_are_all_named():
+    """A window that counts keys, lengths and a mask whose polarity is exchanged; none explains half of what fails."""
+
+    def attention(q, k, v, *, mask=None, causal=False, window=None, q_offset=None, kv_lengths=None):
+        if q.ndim != 4:
+            raise NotImplementedError("one batch axis")
+        if window is not None and window[0] is not None:
+            window = (max(window[0] - 1, 0), window[1])
+        mask = None if mask is None else ~mask
+        if kv_lengths is not None:
+            mask = core_numpy.combine_masks(mask, ~core_numpy.padding_mask(kv_lengths, k.shape[-2]))
+        return core_numpy.attention(q, k, v, causal=causal, window=window, q_offset=q_offset, mask=mask)
+
+    guesses = first_guess(outside(attention=attention), "attention")
+    assert sorted(guess.fault.id for guess in guesses) == ["length-inverted", "mask-inverted", "window-counts-keys"]
+
+
 def test_a_fault_is_named_beside_cases_in_which_the_target_raises():
     def apply_rotary(x, cos, sin, *, layout="half"):
         if cos.ndim != 2 or 2 * cos.shape[-1] != x.shape[-1] or x.dtype != np.float64:

@@ -8,6 +8,7 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.fuzz import _RAISED, as_found, drawn, fuzz, shrink, to_toml
+from conformance.fuzz_run import Fuzzed, _print
 from conformance.rows import _case
 from conformance.runner import FAILED, judge_call, run_case
 from conformance.space import attention_space, case_of, select
@@ -154,11 +155,22 @@ def test_the_command_prints_rows_and_goes_on_behind_a_case_that_hangs(tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("kinds", "said"), [(0, "0 failed, "), (1, "4 failed in 1 different way, "), (2, "in 2 different ways, ")]
+)
+def test_the_last_line_counts_the_ways_where_there_are_any(kinds, said, capsys):
+    failures = [{"dtype": "float64", "kernel": "auto", "detail": "off", "shrunk": True, "row": "a row"}] * kinds
+    _print([Fuzzed("mine", "mine", 9, 4 * bool(kinds), 2, failures)])
+    assert f"mine: 9 random cases, {4 * bool(kinds)} failed" in (out := capsys.readouterr().out)
+    assert said in out and out.endswith("2 not offered\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--fuzz", "0"], "--fuzz must be a positive number of seconds; got 0"),
         (["--fuzz", "1", "--seed", "-1"], "--seed must be 0 or more; got -1"),
         (["--fuzz", "1", "--case", "x"], "--fuzz draws its own cases: it does not go with --case"),
+        (["--fuzz", "1", "--html", "x"], "it does not go with --html; give that to a run without --fuzz"),
         (["conformance.inputs", "--fuzz", "1"], "target 'conformance.inputs' has none of the public names"),
     ],
 )

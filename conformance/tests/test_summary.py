@@ -55,6 +55,14 @@ def test_the_table_counts_by_group_and_lists_what_failed(capsys):
     assert said.strip().endswith("2 passed, 1 failed, 1 not offered, 1 known differences; 12 comparisons")
 
 
+def test_a_failure_is_one_line_where_it_goes_into_a_file(capsys):
+    long = replace(CALL, status=FAILED, detail="out must be exactly what it is " * 6)
+    summary.print_run([long], {"mine": {}}, reasons={"relu": "a reason that goes on " * 9})
+    said = capsys.readouterr().out.splitlines()
+    assert f"FAILED mine relu (float32, auto): {long.detail}" in said
+    assert "       " + "a reason that goes on " * 9 in said
+
+
 def test_a_failure_without_a_number_has_a_dash_and_null_in_place_of_a_share(tmp_path, capsys):
     """Nothing used 0 % of its budget that came back in a wrong shape."""
     (case,) = [case for case in load_cases() if case.id == "relu"]

@@ -49,6 +49,13 @@ class ScaleInverse(Naive):
         return 1.0 / self.D if self.a["scale"] is None else self.a["scale"]
 
 
+class ScaleOfSixtyFour(Naive):
+    """A constant that is right for the usual head size."""
+
+    def scale(self) -> float:
+        return 0.125 if self.a["scale"] is None else self.a["scale"]
+
+
 class ScaleOfValues(Naive):
     def scale(self) -> float:
         size = self.D if self.v is None else self.v.shape[-1]
@@ -272,6 +279,9 @@ _TABLE: tuple[tuple[str, str, str, type[Naive], str], ...] = (
     ("scale-inverse", "1 / D for 1 / sqrt(D)",
      "blatant", ScaleInverse,
      "scores are scaled by 1 / D; the contract is 1 / sqrt(D)"),
+    ("scale-of-64", "1 / 8 whatever the head size",
+     "blatant", ScaleOfSixtyFour,
+     "scores are scaled by 1 / 8 whatever the head size; the contract is 1 / sqrt(D)"),
     ("scale-of-values", "the value head size in the scale",
      "rare", ScaleOfValues,
      "scores are scaled by the value head size; the contract is 1 / sqrt(D), D the size of queries and keys"),

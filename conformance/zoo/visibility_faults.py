@@ -236,6 +236,13 @@ class LengthFromEnd(Naive):
         return np.arange(self.S) >= self.S - self.per_batch(self.a["kv_lengths"])
 
 
+class LengthInverted(Naive):
+    """A mask of padding taken for one of tokens."""
+
+    def within(self) -> np.ndarray:
+        return ~super().within()
+
+
 class LengthZeroMeansAll(Naive):
     def within(self) -> np.ndarray:
         return super().within() | (self.per_batch(self.a["kv_lengths"]) == 0)
@@ -384,6 +391,9 @@ _TABLE: tuple[tuple[str, str, str, type[Naive], str], ...] = (
     ("length-from-end", "lengths count from the end, as with left padding [transformers 22161]",
      "blatant", LengthFromEnd,
      "kv_lengths leave the last keys visible; the contract is the first: j < kv_length"),
+    ("length-inverted", "True taken for padding where the lengths become a mask",
+     "blatant", LengthInverted,
+     "what kv_lengths hide and what they leave visible is exchanged; the contract is j < kv_length"),
     ("length-zero-all", "length 0 taken for no length",
      "rare", LengthZeroMeansAll,
      "a length of 0 is taken for no length; the contract is that no key is visible then"),
