@@ -43,12 +43,16 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def threads_of(place: dict[str, Any]) -> str:
+    return f"{place['threads']} thread{'s' * (place['threads'] != 1)}"
+
+
 def place_line(document: dict[str, Any]) -> str:
     """Where it was: processor or device, threads, precision, matrix product."""
     place = document["environment"]
     devices = [found.get("device", "") for found in place.get("devices", {}).values()]
     accelerator = next((name for name in devices if name not in ("", "cpu")), None)
-    said = f"{accelerator or place['processor']}, {place['threads']} threads, {place.get('precision', 'float32')}"
+    said = f"{accelerator or place['processor']}, {threads_of(place)}, {place.get('precision', 'float32')}"
     products = {found["products"] for found in place.get("devices", {}).values() if "products" in found}
     if accelerator is not None and products:
         said += f" (products in {', '.join(sorted(products))})"

@@ -13,7 +13,7 @@ from ..peers import FEATURES
 from ..race import scaling
 from ..race.charts import race_charts, scaling_charts, sweep_charts
 from ..race.sweep import sentences
-from ..race.table import HEADINGS, race_line, table_rows
+from ..race.table import HEADINGS, race_line, table_rows, threads_of
 from .cases import anchor, case_entries, definitions, features
 
 FAILED, ABSENT, KNOWN = "failed", "not offered", "known difference"
@@ -242,7 +242,7 @@ def race_section(document: Document, png: bytes | None) -> dict[str, Any]:
         races.append({"title": title, "verdict": one["verdict"], "notes": one.get("notes", ()), "rows": cells,
                       "charts": charts})  # fmt: skip
     place = document.get("environment", {})
-    said = f"{place['processor']}, {place['threads']} threads." if "processor" in place and "threads" in place else ""
+    said = f"{place['processor']}, {threads_of(place)}." if "processor" in place and "threads" in place else ""
     scaled = document.get("scaling")
     drawn = (sweep_charts(swept) if swept else []) + (scaling_charts(scaled) if scaled else [])
     curves = [(caption, Markup(svg)) for caption, svg in drawn]

@@ -111,6 +111,7 @@ ROWS: list[Row] = [
     ("offset-shape", _with(causal=True, q_offset=LENGTHS[:1]), ValueError, "q_offset must have shape (2,)"),
     # kv_lengths, segments
     ("lengths-list", _with(kv_lengths=[5, 2]), TypeError, "kv_lengths must be an array"),
+    ("lengths-int", _with(kv_lengths=2), TypeError, "got int 2: integers of shape"),
     ("lengths-float", _with(kv_lengths=_ones(2)), TypeError, "kv_lengths must hold integers"),
     ("lengths-shape", _with(kv_lengths=LENGTHS[:1]), ValueError, "kv_lengths must have shape (2,)"),
     ("lengths-negative", _with(kv_lengths=LENGTHS - 3), ValueError, "kv_lengths must be from 0 to the key length 5"),

@@ -107,6 +107,10 @@ def attention_plan(
     window = check_window(window)
     offset = _check_offset(q_offset, bool(causal) or window is not None, T, S, batch, values)
     if kv_lengths is not None:
+        if not hasattr(kv_lengths, "dtype"):
+            raise TypeError(
+                f"kv_lengths must be an array; got {came(kv_lengths)}: integers of shape {batch}, one per batch element"
+            )
         require_integer("kv_lengths", kv_lengths)
         require_shape("kv_lengths", kv_lengths, batch, "(one per batch element)")
     _check_segments(q_segments, kv_segments, batch, T, S)
