@@ -60,6 +60,15 @@ def same(first, second):
         np.testing.assert_array_equal(first[name], second[name])
 
 
+def test_a_step_on_one_counted_target_has_its_loss_and_gradient():
+    run, batch = trainer(), batch_of(rows=1)
+    assert (batch["targets"] >= 0).sum() == 1
+    loss, grads = loss_and_gradients(run.model, batch)
+    report = run.step(batch)
+    assert report["tokens"] == 1 and report["loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert report["grad_norm"] == pytest.approx(float(global_norm(grads)), rel=1e-12)
+
+
 def test_eps_stands_outside_the_root_after_the_correction():
     config = TrainConfig(**PLAIN, eps=1e-8, betas=(0.9, 0.999))
     p, _ = one(config, np.zeros((1, 1)), np.full((1, 1), 1e-8), lr=1.0)
