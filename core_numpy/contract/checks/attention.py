@@ -107,12 +107,7 @@ def attention_plan(
     window = check_window(window)
     offset = _check_offset(q_offset, bool(causal) or window is not None, T, S, batch, values)
     if kv_lengths is not None:
-        if not hasattr(kv_lengths, "dtype"):
-            raise TypeError(
-                f"kv_lengths must be an array; got {came(kv_lengths)}: integers of shape {batch}, one per batch element"
-            )
-        require_integer("kv_lengths", kv_lengths)
-        require_shape("kv_lengths", kv_lengths, batch, "(one per batch element)")
+        _check_lengths_form(kv_lengths, batch)
     _check_segments(q_segments, kv_segments, batch, T, S)
     if sinks is not None:
         require_float("sinks", sinks)
@@ -267,6 +262,15 @@ def _check_offset(q_offset: Any, restricts: bool, T: int, S: int, batch: tuple[i
 def _as_int(x: Any, values: Values) -> int | None:
     read = values(x)
     return None if read is None else int(read)
+
+
+def _check_lengths_form(kv_lengths: Any, batch: tuple[int, ...]) -> None:
+    if not hasattr(kv_lengths, "dtype"):
+        raise TypeError(
+            f"kv_lengths must be an array; got {came(kv_lengths)}: integers of shape {batch}, one per batch element"
+        )
+    require_integer("kv_lengths", kv_lengths)
+    require_shape("kv_lengths", kv_lengths, batch, "(one per batch element)")
 
 
 def _check_lengths(kv_lengths: Any, S: int, values: Values) -> None:
