@@ -154,6 +154,8 @@ def check(
     if not answers.is_dir():
         raise ValueError(f"{answers} is not a folder of answers")
     chosen = [e for e in manifest["vectors"] if matches(pattern, e["id"], e["function"])]
+    if not manifest["vectors"]:
+        raise ValueError(f"{folder} holds no vectors")
     for text in texts_of(pattern):
         if not any(matches(text, entry["id"], entry["function"]) for entry in chosen):
             names = dict.fromkeys(entry[key] for entry in manifest["vectors"] for key in ("id", "function"))

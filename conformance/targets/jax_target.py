@@ -31,7 +31,7 @@ class JaxTarget(Target):
             jax.config.update("jax_default_device", self.device)
 
     def tidy(self) -> None:
-        # Each case compiles programs that no other one calls: 20 MB of them, tens of gigabytes at the long levels.
+        # Each case compiles programs that no other one calls: 20 MB of them, gigabytes at the long levels.
         self.since += 1
         if self.since == CASES:
             self.since = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -25,6 +26,7 @@ __all__ = [
     "TRAIN",
     "apart",
     "batches",
+    "check_interrupted_together",
     "check_unlike",
     "config_of",
     "free_port",
@@ -168,3 +170,11 @@ def interrupted(package: str, folder: Path) -> list[tuple[int, str]]:
             process.kill()
             process.communicate()
     return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+def check_interrupted_together(package: str, folder: Path) -> None:
+    """Ctrl-C of one of two processes ends both after the same update, which is saved."""
+    first, second = interrupted(package, folder)
+    assert first[0] == second[0] == 130, first[1] + second[1]
+    updates = importlib.import_module(package).Trainer.load(folder).updates
+    assert updates >= 2 and f"interrupted: saved {folder} after update {updates}; go on with --resume" in first[1]

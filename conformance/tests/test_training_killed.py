@@ -73,7 +73,7 @@ def killed_run(package, folder, steps, kills, seed):
     return seen, torn
 
 
-def same_as_straight(package, folder, steps, kills, seed):
+def check_same_as_straight(package, folder, steps, kills, seed):
     process = start(package, folder / "straight", steps)
     out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
@@ -90,7 +90,7 @@ def same_as_straight(package, folder, steps, kills, seed):
 
 
 def test_a_run_killed_at_random_moments_is_bit_for_bit_the_run_that_was_not(tmp_path):
-    same_as_straight("core_numpy", tmp_path, 60, kills=4, seed=1)
+    check_same_as_straight("core_numpy", tmp_path, 60, kills=4, seed=1)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_run_killed_at_random_moments_is_bit_for_bit_the_run_that_was_not(tmp_
 @pytest.mark.parametrize("package", PACKAGES)
 def test_twenty_five_kills_some_of_them_in_the_middle_of_a_write_change_no_bit(package, tmp_path):
     present(package)
-    torn = same_as_straight(package, tmp_path, 400, kills=25, seed=7)
+    torn = check_same_as_straight(package, tmp_path, 400, kills=25, seed=7)
     assert torn >= 1  # else no kill met a write, and the test says less than its name
 
 

@@ -309,3 +309,9 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, folder, capsys):
         "holds no answer",
     ):
         assert phrase in said
+
+
+def test_a_folder_without_a_vector_has_no_answers_to_check(tmp_path):
+    (tmp_path / "vectors.json").write_text(json.dumps({"schema": vectors.SCHEMA, "level": "quick", "vectors": []}))
+    with pytest.raises(ValueError, match="holds no vectors"):
+        vectors.check(tmp_path, tmp_path)
